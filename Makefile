@@ -1,0 +1,91 @@
+# Two commands do everything on a fresh machine: `make pretrain` and `make test`.
+# Every target below works in the virtual environment .venv, which the first one creates.
+
+PYTHON ?= python3
+RECIPE ?= recipes/austen-3m.yaml
+PROCESSES ?= 2
+TEST_FLAGS ?=
+ARGS ?=
+EXTRAS := hf,dev
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+SHELL := /bin/bash
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install pretrain prepare test test-parity test-all lint format bench convert \
+        evaluate generate plan compare doctor clean
+
+# $(call need,NAME,example): stops with one line when the variable NAME was not given.
+need = $(if $($(1)),,$(error make $@ needs $(1)=..., for example: make $@ $(2)))
+# $(call timed,label,command): runs the command and says how long it took.
+timed = start=$$SECONDS; $(2) && echo "$(1): $$((SECONDS - start)) s"
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## create .venv and install the tested versions into it
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@command -v $(PYTHON) > /dev/null || { echo "error: $(PYTHON) not found; give one: make PYTHON=python3.12 ..." >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $$($(PYTHON) --version) is too old: 3.11 or newer is needed; give one: make PYTHON=python3.12 ..." >&2; exit 2; }
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
+	@$(call timed,installation,$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt -e ".[$(EXTRAS)]")
+	@touch $@
+
+pretrain: prepare ## train a 3M model on the bundled text, evaluate, export, sample (goes on where it was)
+	@$(call timed,pretraining,$(BIN)/torchrun --nproc-per-node $(PROCESSES) launch/pretrain.py $(RECIPE) $(ARGS))
+
+prepare: $(STAMP) ## turn the bundled text into token files under data/austen
+	@$(call timed,data preparation,$(BIN)/python launch/prepare.py recipes/austen-data.yaml)
+
+test: $(STAMP) ## unit, command-line and a few parity tests (under 3 minutes on two cores)
+	$(BIN)/python -m pytest -q -m "(not parity and not slow) or smoke" $(TEST_FLAGS)
+
+test-parity: $(STAMP) ## every layout against the single-process run (under 15 minutes)
+	$(BIN)/python -m pytest -q -m "parity and not slow" $(TEST_FLAGS)
+
+test-all: $(STAMP) ## every test there is
+	$(BIN)/python -m pytest -q $(TEST_FLAGS)
+
+lint: $(STAMP) ## style and type checks
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## rewrite the sources in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## speed and memory against peers; prints tables
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+convert: $(STAMP) ## RUN=runs/x TO=folder: export a run to a Hugging Face folder and verify it
+	$(call need,RUN,RUN=runs/austen-3m TO=exported)$(call need,TO,RUN=runs/austen-3m TO=exported)
+	$(BIN)/python launch/convert.py to-hf $(RUN) $(TO) $(ARGS)
+
+evaluate: $(STAMP) ## RUN=runs/x: loss, perplexity and bits per byte
+	$(call need,RUN,RUN=runs/austen-3m)
+	$(BIN)/python launch/evaluate.py $(RUN) $(ARGS)
+
+generate: $(STAMP) ## RUN=runs/x: sample text
+	$(call need,RUN,RUN=runs/austen-3m)
+	$(BIN)/python launch/generate.py $(RUN) $(ARGS)
+
+plan: $(STAMP) ## CONFIG=recipe.yaml: parameters, memory and pipeline timeline, without training
+	$(call need,CONFIG,CONFIG=recipes/austen-3m.yaml)
+	$(BIN)/python launch/plan.py $(CONFIG) $(ARGS)
+
+compare: $(STAMP) ## A=runs/x B=runs/y: what differs between two runs
+	$(call need,A,A=runs/x B=runs/y)$(call need,B,A=runs/x B=runs/y)
+	$(BIN)/python launch/compare.py $(A) $(B) $(ARGS)
+
+doctor: $(STAMP) ## what is installed, what works, a self-test of the collectives
+	$(BIN)/python launch/doctor.py $(ARGS)
+
+clean: ## remove caches and build leftovers (keeps .venv, data and runs)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Offline data preparation: corpora, tokenizers and indexed token files."""

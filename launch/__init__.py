@@ -1,0 +1,1 @@
+"""Command-line scripts, one per task; each also runs by path."""

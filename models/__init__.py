@@ -1,0 +1,1 @@
+"""Model components: flat and pure (torch, the standard library and relative imports only)."""

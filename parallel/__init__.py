@@ -1,0 +1,1 @@
+"""How a model runs on many ranks: mesh, sharding, gradients, checkpoints, pipeline."""

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: units, planner, schedules, checker, simulator and executor."""

@@ -1,0 +1,1 @@
+"""The training run: configuration, objectives, data, optimizer, metrics and the loop."""

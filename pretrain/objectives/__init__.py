@@ -1,0 +1,1 @@
+"""Training objectives: what turns a batch of tokens into loss terms."""
