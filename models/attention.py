@@ -1,0 +1,193 @@
+"""Grouped-query attention, mask kinds and backends."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .linear import Linear
+from .norms import NORMS
+from .positions import POSITIONS
+
+MaskKind = Literal["causal", "bidirectional"]
+AttentionBackend = Literal["auto", "sdpa", "flex", "flash"]
+
+
+class KeyValueStore(Protocol):
+    """What a decoding cache offers to a layer."""
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass
+class SequenceContext:
+    """What every layer needs to know about one batch of sequences.
+
+    positions: int64 [S] or [B, S].  documents: int64 [B, S], or None when every token of a
+    sequence may see the others; tokens attend only within equal document numbers.  keys: the
+    number of keys when a decoding ``store`` holds earlier ones.  ``cache`` keeps tables and masks
+    for the duration of one forward pass.
+    """
+
+    positions: Tensor
+    mask: MaskKind = "causal"
+    documents: Tensor | None = None
+    store: KeyValueStore | None = None
+    cache: dict[Any, Any] = field(default_factory=dict)
+
+    def dense_mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """Boolean [B or 1, 1, queries, keys], True = may attend; None when nothing is hidden."""
+        name = ("dense", queries, keys)
+        if name not in self.cache:
+            self.cache[name] = self._build_dense(queries, keys, device)
+        mask: Tensor | None = self.cache[name]
+        return mask
+
+    def _build_dense(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        mask = None
+        if self.mask == "causal":
+            row = torch.arange(keys - queries, keys, device=device)
+            mask = (row[:, None] >= torch.arange(keys, device=device)[None, :])[None, None]
+        if self.documents is not None:
+            same = (self.documents[:, :, None] == self.documents[:, None, :])[:, None]
+            mask = same if mask is None else mask & same
+        return mask
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Shape of grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245)."""
+
+    heads: int = field(default=4, metadata={"help": "query heads"})
+    kv_heads: int = field(default=4, metadata={"help": "key/value heads; divides heads"})
+    head_dim: int = field(default=32, metadata={"help": "width of one head"})
+    qk_norm: bool = field(default=False, metadata={"help": "normalise q and k per head"})
+    qkv_bias: bool = field(default=False, metadata={"help": "bias on q, k and v"})
+
+    def problems(self) -> list[tuple[str, str]]:
+        found = [
+            (name, f"must be positive, got {getattr(self, name)}")
+            for name in ("heads", "kv_heads", "head_dim")
+            if getattr(self, name) < 1
+        ]
+        if not found and self.heads % self.kv_heads:
+            found.append(("kv_heads", f"{self.kv_heads} does not divide heads={self.heads}"))
+        if self.head_dim % 2:
+            found.append(("head_dim", f"must be even, got {self.head_dim}"))
+        return found
+
+
+class Attention(nn.Module):
+    """Self-attention over [B, S, D]; head counts are read from the local weights."""
+
+    plan: ClassVar[dict[str, str]] = {
+        "q_proj.weight": "column",
+        "k_proj.weight": "column",
+        "v_proj.weight": "column",
+        "q_proj.bias": "column",
+        "k_proj.bias": "column",
+        "v_proj.bias": "column",
+        "o_proj.weight": "row",
+    }
+    region: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        config: AttentionConfig,
+        dim: int,
+        layer: int,
+        norm: Any,
+        position: Any,
+        backend: AttentionBackend = "auto",
+    ) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.layer = layer
+        self.backend = backend
+        self.q_proj = Linear(dim, config.heads * config.head_dim, config.qkv_bias)
+        self.k_proj = Linear(dim, config.kv_heads * config.head_dim, config.qkv_bias)
+        self.v_proj = Linear(dim, config.kv_heads * config.head_dim, config.qkv_bias)
+        self.o_proj = Linear(config.heads * config.head_dim, dim)
+        self.q_norm = NORMS.build(norm, config.head_dim) if config.qk_norm else None
+        self.k_norm = NORMS.build(norm, config.head_dim) if config.qk_norm else None
+        self.position = POSITIONS.build(position, config.head_dim)
+
+    def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim))
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.position.rotate(q, k, context.positions, context.cache)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if context.store is not None:
+            k, v = context.store.extend(self.layer, k, v)
+        return self.o_proj(attend(q, k, v, context, self.backend).transpose(1, 2).flatten(2))
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, backend: AttentionBackend
+) -> Tensor:
+    """softmax(q kᵀ / √d + mask) v for q [B, H, S, d], k and v [B, K, T, d]; result like q."""
+    if backend == "auto":
+        documents_on_gpu = context.documents is not None and q.is_cuda
+        backend = "flex" if documents_on_gpu and context.store is None else "sdpa"
+    if backend == "flex":
+        return _attend_flex(q, k, v, context)
+    if backend == "flash":
+        return _attend_flash(q, k, v, context)
+    grouped = q.shape[1] != k.shape[1]
+    square = q.shape[2] == k.shape[2]
+    if context.documents is None and context.mask == "causal" and square:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    mask = context.dense_mask(q.shape[2], k.shape[2], q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
+def _attend_flex(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+    """FlexAttention with a block mask.  It has no CPU backward; not yet run on a GPU."""
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    if "flex" not in context.cache:
+        documents, causal = context.documents, context.mask == "causal"
+
+        def visible(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+            seen = row >= column if causal else row >= 0
+            if documents is not None:
+                seen = seen & (documents[b, row] == documents[b, column])
+            return seen
+
+        batch = None if documents is None else q.shape[0]
+        context.cache["flex"] = flex.create_block_mask(
+            visible, batch, None, q.shape[2], k.shape[2], device=q.device
+        )
+    attention = flex.flex_attention if not q.is_cuda else _compiled_flex()
+    out: Tensor = attention(
+        q, k, v, block_mask=context.cache["flex"], enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out
+
+
+_flex_cache: dict[str, Any] = {}
+
+
+def _compiled_flex() -> Any:
+    if "attention" not in _flex_cache:
+        flex = importlib.import_module("torch.nn.attention.flex_attention")
+        _flex_cache["attention"] = torch.compile(flex.flex_attention)
+    return _flex_cache["attention"]
+
+
+def _attend_flash(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+    """flash-attn 2.  Not yet run on a GPU; documents need the flex or sdpa backend."""
+    if context.documents is not None:
+        raise ValueError("kernels.attention=flash has no document mask: use flex or sdpa")
+    flash = importlib.import_module("flash_attn")
+    parts = (t.transpose(1, 2) for t in (q, k, v))
+    out: Tensor = flash.flash_attn_func(*parts, causal=context.mask == "causal")
+    return out.transpose(1, 2)

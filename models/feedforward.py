@@ -1,0 +1,62 @@
+"""Position-wise feed-forward layers: [B, S, D] to [B, S, D]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .linear import Linear
+from .registry import Registry
+
+FEEDFORWARDS = Registry("feedforward")
+
+
+@FEEDFORWARDS.register("swiglu")
+class SwiGLU(nn.Module):
+    """W_down (SiLU(W_gate x) ⊙ W_up x)  (Shazeer 2020, arXiv 2002.05202, eq. 6)."""
+
+    plan: ClassVar[dict[str, str]] = {
+        "gate_proj.weight": "column",
+        "up_proj.weight": "column",
+        "down_proj.weight": "row",
+    }
+    region: ClassVar[bool] = True
+
+    @dataclass(frozen=True)
+    class Config:
+        hidden: int = field(default=512, metadata={"help": "width of the hidden layer"})
+
+        def problems(self) -> list[tuple[str, str]]:
+            return [] if self.hidden > 0 else [("hidden", f"must be positive, got {self.hidden}")]
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(dim, config.hidden)
+        self.up_proj = Linear(dim, config.hidden)
+        self.down_proj = Linear(config.hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+@FEEDFORWARDS.register("gelu")
+class GELU(nn.Module):
+    """W_down GELU(W_up x) with the exact GELU  (Hendrycks & Gimpel 2016, arXiv 1606.08415)."""
+
+    plan: ClassVar[dict[str, str]] = {"up_proj.weight": "column", "down_proj.weight": "row"}
+    region: ClassVar[bool] = True
+
+    @dataclass(frozen=True)
+    class Config(SwiGLU.Config):
+        pass
+
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.up_proj = Linear(dim, config.hidden)
+        self.down_proj = Linear(config.hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x)))

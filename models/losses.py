@@ -1,0 +1,291 @@
+"""Row-wise loss terms and the chunked linear head.
+
+A *term* turns rows of logits into loss rows and says what their logit gradient is made of; the
+head multiplies hidden rows by the vocabulary matrix a chunk of rows at a time, evaluates every
+term, forms the input and weight gradients at once and frees the logits.  [tokens, vocabulary] is
+never held.  Under tensor parallelism each rank holds a slice of the vocabulary and the statistics
+are combined over the ``tp`` axis.
+
+Normalisers are global counts known before the forward pass; nothing here averages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .collectives import axis
+from .linear import accumulation_dtype
+
+IGNORE = -100
+"""Label of a row that carries no loss."""
+
+
+@dataclass
+class LogitRows:
+    """One chunk of rows of this rank's vocabulary slice.
+
+    logits: [n, v] in at least fp32, after the soft cap, unpadded.  start: first vocabulary id of
+    the slice.  vocab_size: the true, whole vocabulary.  log_z: [n], log Σ exp over the whole
+    vocabulary.
+    """
+
+    logits: Tensor
+    start: int
+    vocab_size: int
+    log_z: Tensor
+
+    def pick(self, ids: Tensor) -> Tensor:
+        """logits[row, ids[row]] over the sharded vocabulary; ids outside it give 0.  [n]."""
+        local, inside = self.locate(ids)
+        if self.logits.shape[1] == 0:
+            picked = torch.zeros_like(self.log_z)
+        else:
+            picked = self.logits.gather(1, local[:, None]).squeeze(1) * inside
+        return axis("tp").sum_(picked)
+
+    def locate(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Column of each id in this slice (clamped) and whether it is there."""
+        local = ids - self.start
+        inside = (local >= 0) & (local < self.logits.shape[1])
+        return local.clamp(0, max(self.logits.shape[1] - 1, 0)), inside
+
+    def mean(self) -> Tensor:
+        """Mean logit of each row over the whole vocabulary, [n]."""
+        return axis("tp").sum_(self.logits.sum(1)) / self.vocab_size
+
+
+@dataclass
+class LogitGradient:
+    """d loss / d logits as softmax·s + Σ onehot(id)·v + u, with s, v, u of shape [n]."""
+
+    softmax: Tensor | None = None
+    onehot: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    uniform: Tensor | None = None
+
+
+class Term(Protocol):
+    """A row-wise loss term.  ``weight`` and ``normalizer`` (a global count, > 0) are fixed before
+    the forward pass: the total is Σ rows · weight / normalizer."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def normalizer(self) -> float: ...
+
+    def rows(self, rows: LogitRows, fields: Mapping[str, Tensor]) -> tuple[Tensor, LogitGradient]:
+        """Loss rows [n] (0 where nothing is predicted) and their logit gradient."""
+        ...
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """(1 − ε)·(log_z − logit[label]) + ε·(log_z − mean logit) where label ≠ IGNORE.
+
+    ``fields``: ``labels`` int64 [n], and optionally ``row_weights`` [n] multiplying each row.
+    """
+
+    normalizer: float
+    label_smoothing: float = 0.0
+    weight: float = 1.0
+    name: str = "cross_entropy"
+    labels: str = "labels"
+
+    def rows(self, rows: LogitRows, fields: Mapping[str, Tensor]) -> tuple[Tensor, LogitGradient]:
+        labels, smoothing = fields[self.labels], self.label_smoothing
+        valid = (labels != IGNORE).to(rows.log_z.dtype)
+        if "row_weights" in fields:
+            valid = valid * fields["row_weights"].to(valid.dtype)
+        loss = rows.log_z - (1 - smoothing) * rows.pick(labels)
+        gradient = LogitGradient(softmax=valid, onehot=[(labels, valid * (smoothing - 1))])
+        if smoothing:
+            loss = loss - smoothing * rows.mean()
+            gradient.uniform = valid * (-smoothing / rows.vocab_size)
+        return loss * valid, gradient
+
+
+@dataclass(frozen=True)
+class ZLoss:
+    """log_z² where label ≠ IGNORE  (PaLM, arXiv 2204.02311, section 5: weight 1e-4)."""
+
+    normalizer: float
+    weight: float = 1e-4
+    name: str = "z_loss"
+    labels: str = "labels"
+
+    def rows(self, rows: LogitRows, fields: Mapping[str, Tensor]) -> tuple[Tensor, LogitGradient]:
+        valid = (fields[self.labels] != IGNORE).to(rows.log_z.dtype)
+        loss = rows.log_z.square() * valid
+        return loss, LogitGradient(softmax=2 * rows.log_z * valid)
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """How logits are formed: true vocabulary, soft cap, rows per chunk (0 = chosen), dtype of the
+    matrix products (None = the weight's)."""
+
+    vocab_size: int
+    softcap: float | None = None
+    chunk_rows: int = 0
+    compute_dtype: torch.dtype | None = None
+
+    def rows_per_chunk(self, local_vocab: int) -> int:
+        if self.chunk_rows:
+            return self.chunk_rows
+        return max(64, min(4096, 2 ** int(math.log2(max(1, 2**22 // max(1, local_vocab))))))
+
+
+@dataclass
+class HeadResult:
+    """total: Σ over terms of rows · weight / normalizer (scalar).  sums: per term, the plain sum
+    of its loss rows (scalar, unweighted).  d_hidden, d_weight: gradients of total, or None."""
+
+    total: Tensor
+    sums: dict[str, Tensor]
+    d_hidden: Tensor | None = None
+    d_weight: Tensor | None = None
+
+
+def log_normalizer(logits: Tensor) -> Tensor:
+    """log Σ exp over the vocabulary, sharded over ``tp``: [n, v] to [n]."""
+    tp = axis("tp")
+    if logits.shape[1]:
+        top = logits.amax(1)
+    else:
+        top = logits.new_full((logits.shape[0],), -torch.inf)
+    top = tp.max_(top)
+    total = tp.sum_(torch.exp(logits - top[:, None]).sum(1))
+    return total.log_().add_(top)
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _logit_gradient(
+    rows: LogitRows, parts: Sequence[tuple[float, LogitGradient]], softcap: float | None
+) -> Tensor:
+    """Combine the terms' gradients into one [n, v] tensor, reusing the logits' memory."""
+    slope = None if softcap is None else 1 - (rows.logits / softcap).square()
+    softmax = uniform = None
+    for scale, part in parts:
+        if part.softmax is not None:
+            softmax = part.softmax * scale if softmax is None else softmax + part.softmax * scale
+        if part.uniform is not None:
+            uniform = part.uniform * scale if uniform is None else uniform + part.uniform * scale
+    gradient = rows.logits
+    if softmax is None:
+        gradient.zero_()
+    else:
+        gradient.sub_(rows.log_z[:, None]).exp_().mul_(softmax[:, None])
+    if gradient.shape[1]:
+        for scale, part in parts:
+            for ids, values in part.onehot:
+                column, inside = rows.locate(ids)
+                gradient.scatter_add_(1, column[:, None], (values * inside * scale)[:, None])
+    if uniform is not None:
+        gradient.add_(uniform[:, None])
+    return gradient if slope is None else gradient.mul_(slope)
+
+
+def evaluate_head(
+    hidden: Tensor,
+    weight: Tensor,
+    fields: Mapping[str, Tensor],
+    terms: Sequence[Term],
+    options: HeadOptions,
+    gradients: bool,
+) -> HeadResult:
+    """Loss of hidden rows [N, D] under the vocabulary slice ``weight`` [V_local, D].
+
+    Every field has N rows.  With ``gradients``, ``d_hidden`` [N, D] has the hidden dtype (under
+    tensor parallelism it is this rank's share, to be summed over ``tp``) and ``d_weight`` has the
+    weight's shape and dtype, accumulated in at least fp32.
+    """
+    dtype = options.compute_dtype or weight.dtype
+    wide = accumulation_dtype(dtype)
+    start = axis("tp").rank * weight.shape[0]
+    local_vocab = min(max(options.vocab_size - start, 0), weight.shape[0])
+    matrix = weight[:local_vocab].to(dtype)
+    result = HeadResult(
+        total=torch.zeros((), dtype=wide, device=hidden.device),
+        sums={t.name: torch.zeros((), dtype=wide, device=hidden.device) for t in terms},
+    )
+    accumulator = None
+    if gradients:
+        result.d_hidden = torch.empty_like(hidden)
+        accumulator = torch.zeros_like(weight, dtype=wide)
+    rows_per_chunk = options.rows_per_chunk(weight.shape[0])
+    for begin in range(0, hidden.shape[0], rows_per_chunk):
+        span = slice(begin, begin + rows_per_chunk)
+        x = hidden[span].to(dtype)
+        logits = capped((x @ matrix.T).to(wide), options.softcap)
+        rows = LogitRows(logits, start, options.vocab_size, log_normalizer(logits))
+        chunk_fields = {name: value[span] for name, value in fields.items()}
+        parts = []
+        for term in terms:
+            loss, gradient = term.rows(rows, chunk_fields)
+            summed = loss.sum()
+            scale = term.weight / term.normalizer
+            result.sums[term.name] += summed
+            result.total += summed * scale
+            parts.append((scale, gradient))
+        if gradients:
+            assert result.d_hidden is not None and accumulator is not None
+            g = _logit_gradient(rows, parts, options.softcap).to(dtype)
+            result.d_hidden[span] = g @ matrix
+            if wide == dtype:
+                accumulator[:local_vocab].addmm_(g.T, x)
+            else:
+                accumulator[:local_vocab] += g.T @ x
+    if accumulator is not None:
+        result.d_weight = accumulator.to(weight.dtype)
+    return result
+
+
+class _ChunkedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        fields: Mapping[str, Tensor],
+        terms: Sequence[Term],
+        options: HeadOptions,
+        sums: dict[str, Tensor],
+    ) -> Tensor:
+        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        result = evaluate_head(hidden, weight, fields, terms, options, wanted)
+        sums.update(result.sums)
+        ctx.gradients = (result.d_hidden, result.d_weight)
+        return result.total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        d_hidden, d_weight = ctx.gradients
+        ctx.gradients = None
+        return d_hidden.mul_(grad), d_weight.mul_(grad), None, None, None, None
+
+
+def chunked_head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    fields: Mapping[str, Tensor],
+    terms: Sequence[Term],
+    options: HeadOptions,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Differentiable form of :func:`evaluate_head`: (total, per-term sums)."""
+    sums: dict[str, Tensor] = {}
+    # grad mode is off inside a Function's forward, so the decision is taken from its inputs
+    if not torch.is_grad_enabled():
+        result = evaluate_head(hidden, weight, fields, terms, options, gradients=False)
+        return result.total, result.sums
+    total: Tensor = _ChunkedHead.apply(hidden, weight, fields, terms, options, sums)
+    return total, sums
