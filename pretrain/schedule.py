@@ -28,29 +28,27 @@ class ScheduleConfig:
         default="sqrt", metadata={"help": "wsd: curve of the decay (sqrt is 1 - sqrt(progress))"}
     )
 
-    def problems(self, total_steps: int | None = None) -> list[str]:
-        """Everything wrong with this schedule, for a run of `total_steps` updates if given."""
+    def problems(self, total_steps: int | None = None) -> list[tuple[str, str]]:
+        """(field, message) for all that is wrong, in a run of `total_steps` updates if given."""
         found = []
         if self.warmup_steps < 0:
-            found.append(f"warmup_steps: {self.warmup_steps} given, allowed: 0 or more")
+            found.append(("warmup_steps", f"given {self.warmup_steps}; expected 0 or more"))
         if not 0 <= self.min_ratio <= 1:
-            found.append(f"min_ratio: {self.min_ratio} given, allowed: 0 to 1")
+            found.append(("min_ratio", f"given {self.min_ratio}; expected 0 to 1"))
         if not 0 < self.decay_fraction <= 1:
-            found.append(f"decay_fraction: {self.decay_fraction} given, allowed: above 0, up to 1")
+            found.append(("decay_fraction", f"given {self.decay_fraction}; expected 0 to 1, not 0"))
         if found or total_steps is None:
             return found
         if total_steps < 1:
-            return [f"total steps: {total_steps} given, allowed: 1 or more"]
+            return [("", f"given a run of {total_steps} steps; expected 1 or more")]
+        start = _decay_start(self, total_steps)
         if self.warmup_steps >= total_steps:
-            found.append(
-                f"warmup_steps: {self.warmup_steps} given, but the run has {total_steps} steps; "
-                f"allowed: 0 to {total_steps - 1}"
-            )
-        elif self.warmup_steps > (start := _decay_start(self, total_steps)):
-            found.append(
-                f"warmup_steps: {self.warmup_steps} given, but a wsd decay_fraction of "
-                f"{self.decay_fraction} starts the decay at step {start} of {total_steps}"
-            )
+            expected = f"expected 0 to {total_steps - 1}, as the run has {total_steps} steps"
+            found.append(("warmup_steps", f"given {self.warmup_steps}; {expected}"))
+        elif self.warmup_steps > start:
+            expected = f"expected 0 to {start}, where the decay_fraction of {self.decay_fraction}"
+            message = f"given {self.warmup_steps}; {expected} of {total_steps} steps begins"
+            found.append(("warmup_steps", message))
         return found
 
 

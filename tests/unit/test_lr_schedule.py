@@ -66,18 +66,19 @@ def test_constant_stays_at_the_peak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "total", "words"),
+    ("config", "total", "field", "words"),
     [
-        (ScheduleConfig(warmup_steps=-1), None, ["warmup_steps: -1"]),
-        (ScheduleConfig(min_ratio=1.5), 100, ["min_ratio: 1.5"]),
-        (ScheduleConfig(decay_fraction=0.0), 100, ["decay_fraction: 0.0"]),
-        (ScheduleConfig(warmup_steps=100), 100, ["100 steps", "0 to 99"]),
-        (ScheduleConfig("wsd", 60, decay_fraction=0.5), 100, ["decay at step 50"]),
-        (ScheduleConfig(warmup_steps=0), 0, ["total steps: 0"]),
+        (ScheduleConfig(warmup_steps=-1), None, "warmup_steps", ["-1", "0 or more"]),
+        (ScheduleConfig(min_ratio=1.5), 100, "min_ratio", ["1.5"]),
+        (ScheduleConfig(decay_fraction=0.0), 100, "decay_fraction", ["0.0"]),
+        (ScheduleConfig(warmup_steps=100), 100, "warmup_steps", ["100 steps", "0 to 99"]),
+        (ScheduleConfig("wsd", 60, decay_fraction=0.5), 100, "warmup_steps", ["60", "0 to 50"]),
+        (ScheduleConfig(warmup_steps=0), 0, "", ["0 steps"]),
     ],
 )
-def test_problems_name_field_value_and_allowed(config, total, words) -> None:
-    (problem,) = config.problems(total)
+def test_problems_name_field_value_and_allowed(config, total, field, words) -> None:
+    ((where, problem),) = config.problems(total)
+    assert where == field
     assert all(word in problem for word in words), problem
 
 
