@@ -229,7 +229,7 @@ class _Decoder:
             if key not in fields:
                 hint = nearest(key, fields) or (elsewhere or {}).get(key) or _moved(cls, key, path)
                 allowed = f"allowed are {', '.join(fields)}" if fields else "it takes no keys"
-                self.fail(join_path(path, key), f"unknown key{of}{hint}; {allowed}")
+                self.fail(join_path(path, key), f"unknown key{of}; {allowed}{hint}")
                 failed = True
         arguments: dict[str, Any] = {}
         for name, (field, kind) in fields.items():

@@ -67,4 +67,4 @@ def _default_text(default: Any, registry: Choices | None) -> str:
         return registry.name_of(type(default))
     if isinstance(default, str):
         return default or "''"
-    return show_value(default)
+    return show_value(list(default) if isinstance(default, tuple) else default)
