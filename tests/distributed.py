@@ -19,6 +19,7 @@ from typing import Any
 # After one rank fails, the others get this long to report their own failure.
 GRACE_SECONDS = 2.0
 PRELOAD = [
+    "pytest",  # every test module imports it
     "torch",
     "torch.distributed",
     "torch.distributed.checkpoint",
@@ -28,8 +29,8 @@ PRELOAD = [
     "tests.distributed",
 ]
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(PRELOAD)
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(PRELOAD)
 
 
 class RankError(RuntimeError):
@@ -49,8 +50,8 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     pipes: list[Connection] = []
     try:
         for rank in range(world_size):
-            receiver, sender = _context.Pipe(duplex=False)
-            process = _context.Process(
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
                 target=_worker, args=(rank, world_size, call, folder, sender, timeout), daemon=True
             )
             process.start()
@@ -70,18 +71,18 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
 def _collect(pipes: list[Connection], processes: list[Any], timeout: float) -> list:
     results: list[Any] = [None] * len(pipes)
     failures: dict[int, str] = {}  # in order of arrival: the first is usually the cause
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(pipes)}
     deadline = time.monotonic() + timeout
     while waiting:
-        ready = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
+        ready: list[Any] = wait(list(waiting), timeout=max(deadline - time.monotonic(), 0))
         if not ready:
             for rank in waiting.values():
                 failures.setdefault(rank, "no answer: hung, or still waiting for another rank")
             break
         for pipe in ready:
-            rank = waiting.pop(pipe)  # type: ignore[arg-type]
+            rank = waiting.pop(pipe)
             try:
-                ok, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                ok, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join(1)
                 ok, value = False, f"died without an answer, exit code {processes[rank].exitcode}"
