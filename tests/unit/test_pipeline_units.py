@@ -49,7 +49,7 @@ def test_a_placement_names_every_wrong_unit() -> None:
         Placement.interleaved(units, [[e, t0], [], [t1, t2, n, h]], 3)
     with pytest.raises(ValueError, match=r"unit t1 \(stage 1\) runs before t0 \(stage 2\)"):
         Placement.interleaved(units, [[e], [t1], [t0, t2, n, h]], 3)
-    with pytest.raises(ValueError, match="unit t2 .* runs before t1"):
+    with pytest.raises(ValueError, match=r"unit t2 .* runs before t1"):
         Placement.interleaved(units, [[e, t0, t2, t1], [n, h]], 2)
     with pytest.raises(ValueError, match="without a gap"):
         Placement(tuple(units), ((e, t0, t1, t2), (n, h)), (0, 2))
@@ -119,12 +119,12 @@ def test_layout_errors_show_the_place(text: str, position: int, problem: str) ->
 
 
 def test_layout_order_errors_name_the_string() -> None:
-    with pytest.raises(ValueError, match="'Lt.E': bad placement: unit"):
+    with pytest.raises(ValueError, match=r"'Lt.E': bad placement: unit"):
         read_layout("Lt|E", 2)
     with pytest.raises(ValueError, match="1 stages cannot occupy 2 ranks"):
         read_layout("EtL", 2)
     # The final norm sits behind the block that would read it.
-    with pytest.raises(ValueError, match="unit m1 .* runs before n"):
+    with pytest.raises(ValueError, match=r"unit m1 .* runs before n"):
         read_layout("Et|m|L", 3, mtp_input="norm")
     assert names(read_layout("Et|mL", 2, mtp_input="norm"))[1] == "n m1 h0,0 h1,0"
 
@@ -228,7 +228,7 @@ def test_balanced_moves_blocks_away_from_the_head() -> None:
 
 def test_planner_errors() -> None:
     units = tuple(model_units(4))
-    with pytest.raises(ValueError, match="unknown pipeline planner 'balance'.*'balanced'"):
+    with pytest.raises(ValueError, match=r"unknown pipeline planner 'balance'.*'balanced'"):
         make_placement("balance", PlanRequest(units, 2))
     with pytest.raises(ValueError, match="has 3 t and 0 m; the model has 4 and 0"):
         make_placement("explicit", PlanRequest(units, 2, layout="Ett|tL"))

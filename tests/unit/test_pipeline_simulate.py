@@ -1,0 +1,184 @@
+"""The simulator against closed forms, and the drawings of its timelines."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from parallel.pipeline.actions import HW, Action, B, F, H, I, Kind, Orders, W
+from parallel.pipeline.cost import CostTable, UnitCost, ideal_makespan
+from parallel.pipeline.layout import read_layout
+from parallel.pipeline.lowering import ScheduleError, lower
+from parallel.pipeline.planner import PlanRequest, make_placement
+from parallel.pipeline.schedules import forward_schedule, make_schedule
+from parallel.pipeline.simulate import Simulation, simulate
+from parallel.pipeline.timeline import Event, ascii_timeline, chrome_trace, svg_timeline
+from parallel.pipeline.units import Placement, model_units
+
+
+def uniform(ranks: int, virtual: int, layers_per_stage: int = 1) -> Placement:
+    units = tuple(model_units(ranks * virtual * layers_per_stage))
+    return make_placement("uniform", PlanRequest(units, ranks, virtual))
+
+
+def block_costs(forward: float, backward: float) -> CostTable:
+    """Only blocks cost anything."""
+    free = UnitCost()
+    block = UnitCost(forward, backward, 0.5, activation_bytes=100, parameter_bytes=1000,
+                     output_bytes=10)  # fmt: skip
+    return CostTable({"E": free, "n": free, "h": free, "m": free, "t": block})
+
+
+def run(name: str, ranks: int, virtual: int, count: int, f: int = 2, b: int = 4) -> Simulation:
+    return simulate(make_schedule(name, uniform(ranks, virtual), count), block_costs(f, b))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("f, b", [(1, 2), (3, 3), (5, 7)])
+def test_uniform_makespan_is_exact(name: str, ranks: int, f: int, b: int) -> None:
+    for count in (1, ranks - 1 or 1, ranks, 2 * ranks, 3 * ranks + 1):
+        result = run(name, ranks, 1, count, f, b)
+        assert result.makespan == (count + ranks - 1) * (f + b)
+        assert result.busy == (count * (f + b),) * ranks
+        bubble = (ranks - 1) / (count + ranks - 1)
+        assert result.bubble_fraction == pytest.approx(bubble, abs=1e-12)
+        in_flight = [count if name == "gpipe" else min(count, ranks - r) for r in range(ranks)]
+        assert list(result.peak_in_flight) == in_flight
+
+
+@pytest.mark.parametrize("ranks, virtual", [(2, 2), (4, 2), (4, 3), (8, 2)])
+def test_interleaving_divides_the_bubble(ranks: int, virtual: int) -> None:
+    for rounds in (1, 2, 4):
+        count = rounds * ranks
+        result = run("interleaved", ranks, virtual, count)
+        work = count * virtual * 6
+        # (P - 1)/V of one micro-batch's forward and backward time on a rank, which is V * 6.
+        assert result.makespan == work + (ranks - 1) * 6
+    for count in range(ranks + 1, 3 * ranks):  # not divisible: more than that, less than GPipe
+        result = run("interleaved", ranks, virtual, count)
+        work = count * virtual * 6
+        assert work + (ranks - 1) * 6 <= result.makespan < work + (ranks - 1) * virtual * 6
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    costs = CostTable({"E": UnitCost(), "n": UnitCost(), "t": UnitCost(1, 2), "h": UnitCost(2, 4)})
+    units = tuple(model_units(14))
+    count = 32
+    spans = {}
+    for planner in ("uniform", "balanced"):
+        placement = make_placement(planner, PlanRequest(units, 4, costs=costs))
+        schedule = make_schedule("1f1b", placement, count)
+        spans[planner] = simulate(schedule, costs).makespan
+        bound = ideal_makespan(schedule, costs)
+        assert bound <= spans[planner] <= bound * (1 + 3 / count)
+    assert spans["balanced"] == (count + 3) * 12
+    assert spans["uniform"] > 1.2 * spans["balanced"]
+
+
+def test_latency_and_bandwidth() -> None:
+    placement = uniform(2, 1)
+    schedule = make_schedule("1f1b", placement, 1)
+    costs = block_costs(2, 4)
+    assert simulate(schedule, costs, latency=0.5).makespan == 2 + 0.5 + 2 + 4 + 0.5 + 4
+    assert simulate(schedule, costs, bandwidth=20).makespan == 2 + 0.5 + 2 + 4 + 0.5 + 4
+    # Transfers of one link queue up: three activations of 10 bytes at 1 byte per unit.
+    forward = forward_schedule(make_schedule("gpipe", placement, 3))
+    result = simulate(forward, costs, bandwidth=1)
+    assert [e.start for e in result.events if e.rank == 1] == [12, 22, 32]
+    with pytest.raises(ValueError, match="cannot be so small"):
+        simulate(schedule, costs, latency=-1)
+
+
+def test_memory_peaks() -> None:
+    placement = uniform(2, 1, layers_per_stage=2)
+    result = simulate(make_schedule("1f1b", placement, 4), block_costs(1, 2))
+    assert result.peak_bytes == (2000 + 2 * 200, 2000 + 200)
+    result = simulate(make_schedule("gpipe", placement, 4), block_costs(1, 2))
+    assert result.peak_bytes == (2000 + 4 * 200, 2000 + 4 * 200)
+    forward = forward_schedule(make_schedule("gpipe", placement, 4))
+    assert simulate(forward, block_costs(1, 2)).peak_bytes == (2200, 2200)
+
+
+def test_split_backward_and_fused_heads_are_timed() -> None:
+    costs = CostTable(
+        {"E": UnitCost(), "n": UnitCost(), "t": UnitCost(2, 4, 0.25), "h": UnitCost(1, 2)}
+    )
+    units = model_units(2)
+    groups = (tuple(units[:2]), tuple(units[2:4]), tuple(units[4:]))
+    placement = Placement(tuple(units), groups, (0, 1, 0))
+    orders: Orders = [
+        [Action(F, 0, 0), Action(H, 2, 0), Action(HW, 2, 0), Action(B, 0, 0)],
+        [Action(F, 1, 0), Action(I, 1, 0), Action(W, 1, 0)],
+    ]
+    result = simulate(lower("split", placement, 1, orders), costs)
+    spans = {(e.rank, str(e.action.kind)): (e.start, e.end) for e in result.events}
+    assert spans == {
+        (0, "F"): (0, 2),
+        (1, "F"): (2, 4),
+        (0, "H"): (4, 6),  # forward 1 and half of the backward
+        (0, "HW"): (6, 7),
+        (1, "I"): (6, 9),
+        (1, "W"): (9, 10),
+        (0, "B"): (9, 13),
+    }
+    assert result.busy == (9, 6)
+
+
+def test_mtp_tail_on_its_own_stage() -> None:
+    costs = CostTable({"E": UnitCost(), "n": UnitCost(), "t": UnitCost(1, 2), "m": UnitCost(1, 2),
+                       "h": UnitCost(0.5, 1)})  # fmt: skip
+    spread = make_schedule("1f1b", read_layout("Et|t|m|L", 4), 8)
+    assert simulate(spread, costs).makespan == (8 + 3) * 3
+
+
+def test_a_stuck_schedule_is_an_error() -> None:
+    schedule = make_schedule("1f1b", uniform(2, 1), 2)
+    broken = tuple(a for a in schedule.actions[1] if a.kind is not Kind.SEND)
+    schedule = type(schedule)("broken", schedule.placement, 2, (schedule.actions[0], broken))
+    with pytest.raises(
+        ScheduleError, match=r"rank 0 never gets gradient of t0 .* for B of stage 0"
+    ):
+        simulate(schedule, block_costs(1, 2))
+
+
+def test_ascii_timeline() -> None:
+    result = run("1f1b", 2, 1, 2, 2, 4)
+    assert ascii_timeline(result.events, width=18).splitlines() == [
+        "rank   0 |0-1-....0===..1===|",
+        "rank   1 |..0-0===1-1===....|",
+        "- F  = B  . idle  (numbers are micro-batches; 18 in all)",
+    ]
+    assert ascii_timeline([]) == "(nothing to draw)"
+    long = ascii_timeline(run("interleaved", 4, 2, 16).events, width=60)
+    assert {len(line) for line in long.splitlines()[:-1]} == {len("rank   0 ||") + 60}
+
+
+def test_svg_timeline_is_well_formed_and_complete() -> None:
+    result = run("interleaved", 4, 2, 8)
+    root = ElementTree.fromstring(svg_timeline(result.events, title="a < b"))
+    space = "{http://www.w3.org/2000/svg}"
+    boxes = root.findall(f"{space}g")
+    assert len(boxes) == len(result.events) == 4 * 2 * 8 * 2
+    titles = {box.findtext(f"{space}title") for box in boxes}
+    assert "F of stage 0, micro-batch 0: 0 to 2" in titles
+    ends = [float(r.get("x", 0)) + float(r.get("width", 0)) for r in root.iter(f"{space}rect")
+            if r.get("stroke")]  # fmt: skip
+    assert max(ends) == pytest.approx(990, abs=0.01)
+    assert any(text.text == "a < b" for text in root.iter(f"{space}text"))
+
+
+def test_chrome_trace() -> None:
+    events = [Event(1, Action(F, 1, 3), 0.5, 0.75)]
+    trace = json.loads(json.dumps(chrome_trace(events)))
+    assert trace["traceEvents"] == [
+        {
+            "name": "F of stage 1, micro-batch 3",
+            "cat": "F",
+            "ph": "X",
+            "ts": 5e5,
+            "dur": 2.5e5,
+            "pid": 0,
+            "tid": 1,
+        }
+    ]
