@@ -38,6 +38,7 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
+        self.compute_dtype: torch.dtype | None = None
         self.wide_residual = config.residual_dtype == "float32"
         self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden))
 
@@ -49,7 +50,9 @@ class Embedding(nn.Module):
             local = ids - axis("tp").rank * weight.shape[0]
             inside = (local >= 0) & (local < weight.shape[0])
             x = F.embedding(local.clamp(0, weight.shape[0] - 1), weight) * inside[..., None]
-        return x.to(accumulation_dtype(x.dtype)) if self.wide_residual else x
+        if self.wide_residual:
+            return x.to(accumulation_dtype(x.dtype))
+        return x if self.compute_dtype is None else x.to(self.compute_dtype)
 
 
 class Head(nn.Module):
@@ -58,7 +61,6 @@ class Head(nn.Module):
     plan: ClassVar[dict[str, str]] = {"weight": "vocab"}
     region: ClassVar[bool] = True
     region_output: ClassVar[bool] = False  # the loss is complete on every rank
-    casts_parameters: ClassVar[bool] = True  # gradients accumulate in the stored dtype
 
     def __init__(self, config: ModelConfig, embedding: Embedding | None) -> None:
         super().__init__()
@@ -72,10 +74,10 @@ class Head(nn.Module):
             self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden))
 
     def matrix(self) -> Tensor:
-        tied = self._tied[0]
-        if tied is None:
-            return self.weight
-        return tied.stored_weight() if hasattr(tied, "stored_weight") else tied.weight
+        """The vocabulary matrix in its stored dtype (the head casts it), [V or V_local, D]."""
+        owner = self if self._tied[0] is None else self._tied[0]
+        weight: Tensor = owner.weight
+        return weight
 
     def forward(
         self, x: Tensor, fields: Mapping[str, Tensor], terms: Sequence[Term]

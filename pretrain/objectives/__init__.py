@@ -1,1 +1,3 @@
-"""Training objectives: what turns a batch of tokens into loss terms."""
+"""Training objectives, one file each; importing the package registers them all."""
+
+from . import causal as causal

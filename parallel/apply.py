@@ -1,0 +1,213 @@
+"""From a configuration to this rank's part of the model, in one fixed order:
+
+tensor → (expert) → recompute → compile → fully_shard → materialise → initialise.
+
+Everything up to materialisation happens on meta tensors, so no rank ever holds a whole tensor.
+Order matters: a tensor plan applied after fully_shard would match nothing, and recomputation
+outside fully_shard would gather weights twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from models.attention import AttentionBackend
+from models.collectives import bind
+from models.config import ModelConfig
+from models.initialize import initialize_, unpadded_shape
+from models.linear import accumulation_dtype
+from models.transformer import Transformer, logical_name, unit_names
+
+from .collectives import mesh_axes
+from .mesh import Mesh, ParallelConfig
+from .tensor import (
+    ParameterPlan,
+    apply_tensor_parallel,
+    compute_on_local,
+    is_fully_sharded,
+    parameter_plans,
+    specialise,
+)
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass
+class BuildOptions:
+    """What, besides the two configs, decides how the model is built."""
+
+    dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype | None = None
+    seed: int = 0
+    attention_backend: AttentionBackend = "auto"
+    compile: bool = False
+    initialize: bool = True
+
+
+@dataclass
+class ParallelModel:
+    """This rank's stages and what is known about their parameters.
+
+    stages: one Transformer per virtual stage, in pipeline order.  plans: by logical name.
+    hosts: pipeline ranks that hold each logical parameter, only for those with several.
+    """
+
+    config: ModelConfig
+    mesh: Mesh
+    stages: list[Transformer]
+    plans: dict[str, ParameterPlan] = field(default_factory=dict)
+    hosts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(logical name, stored parameter) of this rank, each once."""
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters():
+                yield logical_name(name, self.config), parameter
+
+
+def local_tensor(parameter: Tensor) -> Tensor:
+    """The storage of this rank's part of a stored parameter."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return parameter.detach()
+
+
+def build_parallel_model(
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    mesh: Mesh,
+    options: BuildOptions,
+    stage_units: Sequence[Sequence[str]] | None = None,
+    hosts: dict[str, tuple[int, ...]] | None = None,
+) -> ParallelModel:
+    """Build, shard and initialise.  ``stage_units``: unit names of each stage of this rank (default:
+    one stage with everything).  Binds the collectives seam to this mesh."""
+    bind(mesh_axes(mesh, parallel.sp))
+    units = stage_units if stage_units is not None else [unit_names(config)]
+    with torch.device("meta"):
+        stages = [Transformer(config, part, options.attention_backend) for part in units]
+    model = ParallelModel(config, mesh, stages, hosts=hosts or {})
+    for stage in stages:
+        stage.to(options.dtype)
+        plans = parameter_plans(stage, parallel.sp)
+        model.plans.update({logical_name(name, config): plan for name, plan in plans.items()})
+        apply_tensor_parallel(stage, plans, mesh)
+        if mesh.size("tp") > 1 or options.compute_dtype is not None:
+            compute_on_local(stage, options.compute_dtype)
+        for block in stage.blocks.values():
+            apply_recompute(block, parallel.recompute)
+            if options.compile:
+                block.compile()
+        if mesh.size("fsdp") > 1:
+            apply_fully_shard(stage, parallel, mesh, options)
+        stage.to_empty(device=mesh.device)
+    if options.initialize:
+        initialize_parameters(model, options.seed)
+    return model
+
+
+_SAVED_OPERATORS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def _keep_matrix_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    if operator in _SAVED_OPERATORS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def apply_recompute(block: nn.Module, mode: Recompute) -> None:
+    """Recompute a block's activations in backward: all of them, or all but matrix products."""
+    if mode == "none":
+        return
+    inner = type(block).forward
+    extra = {}
+    if mode == "selective":
+        extra["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matrix_products)
+
+    def forward(self: nn.Module, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return inner(self, *args)
+        return checkpoint(
+            partial(inner, self), *args, use_reentrant=False, preserve_rng_state=False, **extra
+        )
+
+    specialise(block, ("recompute", mode), {"forward": forward})
+
+
+def apply_fully_shard(
+    stage: Transformer, parallel: ParallelConfig, mesh: Mesh, options: BuildOptions
+) -> None:
+    """Each unit becomes a root of its own; no root contains another.
+
+    The final norm is too small to be worth a collective and a tied embedding serves two units:
+    both stay replicated and are reduced explicitly.
+    """
+    shard_mesh = mesh.sub("dp", "fsdp") if mesh.size("dp") > 1 else mesh.sub("fsdp")
+    wide = accumulation_dtype(options.dtype)
+    narrow = MixedPrecisionPolicy(options.compute_dtype, wide, cast_forward_inputs=False)
+    stored = MixedPrecisionPolicy(None, wide, cast_forward_inputs=False)
+    units: list[tuple[nn.Module, MixedPrecisionPolicy]] = [
+        (block, narrow) for block in stage.blocks.values()
+    ]
+    if not stage.config.tie_embeddings:
+        units += [(unit, stored) for unit in (stage.embedding, stage.head) if unit is not None]
+    for unit, policy in units:
+        fully_shard(
+            unit,
+            mesh=shard_mesh,
+            reshard_after_forward=parallel.reshard_after_forward,
+            mp_policy=policy,
+        )
+        assert isinstance(unit, FSDPModule)
+        # Gradients are sums; the one division is by global counts, inside the loss.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+
+
+def sharded_units(stage: Transformer) -> list[FSDPModule]:
+    """The fully sharded roots of a stage, in execution order."""
+    units = [stage.embedding, *stage.blocks.values(), stage.head]
+    return [unit for unit in units if isinstance(unit, FSDPModule)]
+
+
+def shard_offsets(model: ParallelModel, name: str, parameter: Tensor) -> list[int]:
+    """Where this rank's block of the stored tensor begins, per dimension."""
+    plan, mesh = model.plans[name], model.mesh
+    offsets = [0] * len(plan.shape)
+    block = list(plan.shape)
+    if plan.dim is not None:
+        block[plan.dim] //= mesh.size("tp")
+        offsets[plan.dim] = mesh.rank("tp") * block[plan.dim]
+    if is_fully_sharded(parameter):
+        rows = -(-block[0] // mesh.size("fsdp"))
+        offsets[0] += min(mesh.rank("fsdp") * rows, block[0])
+    return offsets
+
+
+def initialize_parameters(model: ParallelModel, seed: int) -> None:
+    """Fill every local shard from (seed, logical name, coordinates)."""
+    for name, parameter in model.named_parameters():
+        shape = unpadded_shape(model.config, name, model.plans[name].shape)
+        offsets = shard_offsets(model, name, parameter)
+        initialize_(local_tensor(parameter), model.config, seed, name, offsets, shape)

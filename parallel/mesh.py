@@ -1,0 +1,202 @@
+"""The layout of ranks: configuration, legality, the device mesh.
+
+Axes, outermost first: ``pp`` (pipeline), ``dp`` (replicas), ``fsdp`` (fully sharded data
+parallel), ``tp`` (tensor).  Every rank of one ``tp`` group is a neighbour of the others.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from models.config import ModelConfig
+
+AXES = ("pp", "dp", "fsdp", "tp")
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How units are placed on pipeline ranks and in which order they run."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = field(
+        default="1f1b", metadata={"help": "order of forward and backward actions"}
+    )
+    virtual_stages: int = field(
+        default=1, metadata={"help": "stages per rank; more than 1 needs schedule=interleaved"}
+    )
+    planner: Literal["uniform", "balanced", "explicit"] = field(
+        default="balanced", metadata={"help": "how units are spread over stages"}
+    )
+    layout: str | None = field(
+        default=None,
+        metadata={"help": "Megatron layout string for planner=explicit, e.g. 'Et*3|tt|t,L'"},
+    )
+
+    def problems(self) -> list[tuple[str, str]]:
+        found = []
+        if self.virtual_stages < 1:
+            found.append(("virtual_stages", f"must be positive, got {self.virtual_stages}"))
+        if (self.virtual_stages > 1) != (self.schedule == "interleaved"):
+            found.append(
+                ("schedule", f"{self.schedule!r} does not fit virtual_stages={self.virtual_stages}:"
+                 " interleaved needs at least 2, the others exactly 1")
+            )  # fmt: skip
+        if (self.layout is not None) != (self.planner == "explicit"):
+            found.append(("layout", "is given exactly when planner=explicit"))
+        return found
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Degrees of every parallel axis and how micro-batches are run."""
+
+    dp: int | None = field(
+        default=None, metadata={"help": "replicas; null = whatever the other axes leave"}
+    )
+    fsdp: int = field(default=1, metadata={"help": "ranks that share one sharded replica"})
+    tp: int = field(default=1, metadata={"help": "tensor-parallel ranks"})
+    sp: bool = field(
+        default=False, metadata={"help": "shard the sequence between tensor-parallel regions"}
+    )
+    pp: int = field(default=1, metadata={"help": "pipeline ranks"})
+    pipeline: PipelineConfig = PipelineConfig()
+    recompute: Literal["none", "selective", "full"] = field(
+        default="none",
+        metadata={"help": "activations recomputed in backward: selective keeps matrix products"},
+    )
+    reshard_after_forward: bool = field(
+        default=True, metadata={"help": "fsdp: free gathered weights between forward and backward"}
+    )
+    timeout_minutes: float = field(
+        default=10.0, metadata={"help": "collectives that wait longer than this fail"}
+    )
+
+    def problems(self) -> list[tuple[str, str]]:
+        found = [
+            (name, f"must be positive, got {getattr(self, name)}")
+            for name in ("fsdp", "tp", "pp", "timeout_minutes")
+            if getattr(self, name) <= 0
+        ]
+        if self.dp is not None and self.dp < 1:
+            found.append(("dp", f"must be positive, got {self.dp}"))
+        if self.sp and self.tp == 1:
+            found.append(("sp", "sequence parallelism needs tp > 1: it would be ignored"))
+        if self.pp == 1 and self.pipeline != PipelineConfig():
+            found.append(("pipeline", "is set but pp=1: it would be ignored"))
+        if self.pp > 1 and self.fsdp > 1 and self.reshard_after_forward:
+            found.append(
+                ("reshard_after_forward", "must be false with pp > 1 and fsdp > 1: weights would"
+                 " be gathered again for every micro-batch")
+            )  # fmt: skip
+        return found
+
+    @property
+    def model_parallel(self) -> int:
+        return self.fsdp * self.tp * self.pp
+
+    def replicas(self, world_size: int) -> int:
+        return self.dp if self.dp is not None else max(1, world_size // self.model_parallel)
+
+
+def layout_problems(
+    parallel: ParallelConfig, model: ModelConfig, world_size: int, sequence_length: int
+) -> list[tuple[str, str]]:
+    """Everything that is illegal about this layout of this model, as (path, message)."""
+    found = []
+    ranks = parallel.replicas(world_size) * parallel.model_parallel
+    if ranks != world_size:
+        found.append(
+            ("parallel", f"dp·fsdp·tp·pp = {parallel.replicas(world_size)}·{parallel.fsdp}·"
+             f"{parallel.tp}·{parallel.pp} = {ranks}, but {world_size} processes were started")
+        )  # fmt: skip
+    divisible = {
+        "model.attention.heads": model.attention.heads,
+        "model.attention.kv_heads": model.attention.kv_heads,
+        "model.feedforward.hidden": model.feedforward.hidden,
+        "model.vocab_multiple": model.padded_vocab_size,
+    }
+    for path, value in divisible.items():
+        if value % parallel.tp:
+            what = "the padded vocabulary" if path.endswith("multiple") else path
+            found.append(("parallel.tp", f"{parallel.tp} does not divide {what} = {value}"))
+    if parallel.sp and sequence_length % parallel.tp:
+        found.append(
+            ("parallel.sp", f"tp={parallel.tp} does not divide sequence length {sequence_length}")
+        )
+    stages = parallel.pp * parallel.pipeline.virtual_stages
+    if stages > model.layers + 3:
+        found.append(
+            ("parallel.pp", f"{stages} stages cannot be filled by {model.layers} blocks plus"
+             " embedding, final norm and head")
+        )  # fmt: skip
+    return found
+
+
+class Mesh:
+    """Coordinates and process groups of this rank.  Without torch.distributed every axis has one
+    member and no group."""
+
+    def __init__(self, sizes: dict[str, int], device: torch.device) -> None:
+        self.sizes = {name: sizes.get(name, 1) for name in AXES}
+        self.device = device
+        self.device_mesh: DeviceMesh | None = None
+        self.coordinate = dict.fromkeys(AXES, 0)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self.device_mesh = init_device_mesh(
+                device.type, tuple(self.sizes.values()), mesh_dim_names=AXES
+            )
+            coordinate = self.device_mesh.get_coordinate()
+            assert coordinate is not None
+            self.coordinate = dict(zip(AXES, coordinate, strict=True))
+            self.device_mesh["dp", "fsdp"]._flatten("data")
+
+    @property
+    def data_size(self) -> int:
+        return self.sizes["dp"] * self.sizes["fsdp"]
+
+    @property
+    def data_rank(self) -> int:
+        return self.coordinate["dp"] * self.sizes["fsdp"] + self.coordinate["fsdp"]
+
+    def size(self, axis: str) -> int:
+        return self.data_size if axis == "data" else self.sizes[axis]
+
+    def rank(self, axis: str) -> int:
+        return self.data_rank if axis == "data" else self.coordinate[axis]
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The group along ``axis`` (or ``data`` = dp × fsdp); None when it has one member."""
+        if self.device_mesh is None or self.size(axis) == 1:
+            return None
+        return self.device_mesh.get_group(axis)
+
+    def sub(self, *axes: str) -> DeviceMesh:
+        assert self.device_mesh is not None
+        return self.device_mesh[axes]
+
+
+def build_mesh(parallel: ParallelConfig, device: torch.device) -> Mesh:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    sizes = {
+        "pp": parallel.pp,
+        "dp": parallel.replicas(world),
+        "fsdp": parallel.fsdp,
+        "tp": parallel.tp,
+    }
+    return Mesh(sizes, device)
+
+
+def initialize_process_group(device: torch.device, timeout_minutes: float) -> None:
+    """Join the job that torchrun describes in the environment; nothing for a plain process."""
+    import os
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    dist.init_process_group(backend, timeout=timeout)

@@ -1,0 +1,174 @@
+"""Model, stages, schedule and executor of one rank, and the step that uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.flops import unit_sizes
+from models.linear import accumulation_dtype
+from parallel.apply import BuildOptions, ParallelModel, build_parallel_model
+from parallel.gradients import reduce_gradients, zero_gradients
+from parallel.mesh import Mesh, ParallelConfig
+from parallel.pipeline.cost import CostTable, UnitCost
+from parallel.pipeline.planner import PlanRequest, make_placement
+from parallel.pipeline.units import Placement, Unit, model_units
+from parallel.stage import MicroBatch, Stage
+
+from .objectives.base import Objective
+
+
+def unit_name(unit: Unit) -> str:
+    """The module name of a pipeline unit."""
+    return {"E": "embedding", "t": f"blocks.{unit.index}", "n": "final_norm", "h": "head"}[
+        unit.kind
+    ]
+
+
+def cost_table(config: ModelConfig, sequence_length: int, element_bytes: int = 4) -> CostTable:
+    """Costs of every unit per sequence: FLOPs for times, bytes for sizes."""
+    sizes = unit_sizes(config, sequence_length)
+    hidden = config.hidden * sequence_length * element_bytes
+    return CostTable(
+        by_unit={
+            unit: UnitCost(
+                forward=sizes[unit_name(unit)].flops,
+                backward=2 * sizes[unit_name(unit)].flops,
+                activation_bytes=sizes[unit_name(unit)].activations * element_bytes,
+                parameter_bytes=sizes[unit_name(unit)].parameters * element_bytes,
+                output_bytes=hidden,
+            )
+            for unit in model_units(config.layers)
+        }
+    )
+
+
+def plan_placement(
+    config: ModelConfig, parallel: ParallelConfig, sequence_length: int
+) -> Placement:
+    """Which unit runs where; ``ValueError`` when the planner cannot place this model."""
+    pipeline = parallel.pipeline
+    request = PlanRequest(
+        units=tuple(model_units(config.layers)),
+        num_ranks=parallel.pp,
+        stages_per_rank=pipeline.virtual_stages,
+        costs=cost_table(config, sequence_length),
+        layout=pipeline.layout,
+    )
+    return make_placement(pipeline.planner if parallel.pp > 1 else "balanced", request)
+
+
+def shared_hosts(config: ModelConfig, placement: Placement) -> dict[str, tuple[int, ...]]:
+    """Pipeline ranks that hold the tied embedding, when there are two of them."""
+    if not config.tie_embeddings:
+        return {}
+    hosts = {
+        placement.ranks[stage]
+        for stage, units in enumerate(placement.stages)
+        for unit in units
+        if unit.kind in "Eh"
+    }
+    return {"embedding.weight": tuple(sorted(hosts))} if len(hosts) > 1 else {}
+
+
+@dataclass
+class StepResult:
+    """losses: mean of each term over the global count.  total: the optimised scalar."""
+
+    losses: dict[str, float]
+    total: float
+    counts: dict[str, int]
+
+
+class Engine:
+    """This rank's part of a training step under any layout."""
+
+    def __init__(
+        self, model: ParallelModel, parallel: ParallelConfig, placement: Placement
+    ) -> None:
+        self.model = model
+        self.parallel = parallel
+        self.placement = placement
+        self.stages = [Stage(stage, parallel.reshard_after_forward) for stage in model.stages]
+
+    def forward_backward(
+        self, batches: Sequence[MicroBatch], objective: Objective
+    ) -> StepResult:
+        """Accumulate and reduce every gradient of one step (gradients are zeroed first)."""
+        zero_gradients(self.model)
+        counts, terms = self._begin(batches, objective)
+        self._run(len(batches), backward=True)
+        reduce_gradients(self.model)
+        return self._result(counts, {term.name: term.normalizer for term in terms})
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[MicroBatch], objective: Objective) -> StepResult:
+        """Losses of these batches; no gradient, no change of state."""
+        counts, terms = self._begin(batches, objective)
+        self._run(len(batches), backward=False)
+        return self._result(counts, {term.name: term.normalizer for term in terms})
+
+    def _begin(self, batches: Sequence[MicroBatch], objective: Objective):  # type: ignore[no-untyped-def]
+        counts = self.global_counts(objective.counts(batches))
+        terms = objective.terms(counts)
+        for stage in self.stages:
+            stage.begin(batches, terms)
+        return counts, terms
+
+    def global_counts(self, counts: dict[str, int]) -> dict[str, int]:
+        """Sum over data ranks, before any backward pass."""
+        group = self.model.mesh.group("data")
+        if group is None:
+            return counts
+        values = torch.tensor(list(counts.values()), device=self.model.mesh.device)
+        dist.all_reduce(values, group=group)
+        return dict(zip(counts, values.tolist(), strict=True))
+
+    def _run(self, number: int, backward: bool) -> None:
+        (stage,) = self.stages
+        for index in range(number):
+            stage.forward(index, None)
+            if backward:
+                stage.backward(index, None)
+
+    def _result(self, counts: dict[str, int], normalizers: dict[str, float]) -> StepResult:
+        """Loss sums live where the head is; every rank learns them."""
+        mesh = self.model.mesh
+        wide = torch.float64
+        packed = torch.zeros(len(normalizers) + 1, dtype=wide, device=mesh.device)
+        for stage in self.stages:
+            if stage.total is not None:
+                values = [stage.total, *(stage.sums[name] for name in normalizers)]
+                packed += torch.stack([v.to(wide) for v in values])
+        for axis in ("data", "pp"):
+            group = mesh.group(axis)
+            if group is not None:
+                dist.all_reduce(packed, group=group)
+        total, *sums = packed.tolist()
+        losses = {
+            name: value / normalizers[name] for name, value in zip(normalizers, sums, strict=True)
+        }
+        return StepResult(losses, total, counts)
+
+
+def build_engine(
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    mesh: Mesh,
+    options: BuildOptions,
+    sequence_length: int,
+) -> Engine:
+    """Plan, build, shard and initialise this rank's part of the model."""
+    placement = plan_placement(config, parallel, sequence_length)
+    units = [
+        [unit_name(unit) for unit in placement.stages[stage]]
+        for stage in placement.stages_of(mesh.rank("pp"))
+    ]
+    hosts = shared_hosts(config, placement)
+    model = build_parallel_model(config, parallel, mesh, options, units, hosts)
+    return Engine(model, parallel, placement)

@@ -1,0 +1,52 @@
+"""What an objective is: everything that turns token windows into a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from models.losses import Term
+from models.registry import Registry
+from parallel.stage import MicroBatch
+
+OBJECTIVES = Registry("objective")
+
+
+class Objective(Protocol):
+    """Registered class built as ``Objective(config)``.
+
+    ``primary`` names the term whose mean is *the* loss of a run, in nats per counted token;
+    ``is_bound`` says that it only bounds the likelihood.
+    """
+
+    primary: str
+    is_bound: bool
+
+    def micro_batch(
+        self, tokens: Tensor, documents: Tensor | None, sample_indices: Sequence[int]
+    ) -> MicroBatch:
+        """Tokens int64 [B, S+1] (one more than the model sees), the document number of each token
+        [B, S+1] or None, and the global sample indices (noise depends on nothing else)."""
+        ...
+
+    def counts(self, batches: Sequence[MicroBatch]) -> dict[str, int]:
+        """Integer normalisers of these micro-batches; the trainer sums them over all data ranks
+        before the first forward pass."""
+        ...
+
+    def terms(self, counts: dict[str, int]) -> list[Term]:
+        """Loss terms normalised by the *global* counts."""
+        ...
+
+
+def build_objective(config: Any) -> Objective:
+    objective: Objective = OBJECTIVES.build(config)
+    return objective
+
+
+def count_labels(batches: Sequence[MicroBatch], name: str, ignore: int) -> int:
+    """Rows that carry a loss."""
+    return int(sum(int(torch.count_nonzero(b.fields[name] != ignore)) for b in batches))

@@ -1,0 +1,171 @@
+"""The parity matrix: one layout against the plain single-process run.
+
+``run_case`` builds the model under a layout in real processes, takes one step on a fixed global
+batch whose valid-token counts differ from rank to rank, and returns the loss, the gradient norm and
+every whole gradient.  The reference is the same model in one process on the undivided batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.attention import AttentionConfig
+from models.config import ModelConfig
+from models.feedforward import SwiGLU
+from models.losses import IGNORE
+from parallel.apply import BuildOptions
+from parallel.gradients import full_gradients, gradient_norm
+from parallel.mesh import ParallelConfig, build_mesh
+from pretrain.engine import Engine, build_engine
+from pretrain.objectives.base import build_objective
+from pretrain.objectives.causal import Causal
+from tests.distributed import run_ranks
+
+SEQUENCE = 16
+SMALL = ModelConfig(
+    vocab_size=83,  # not a multiple of anything: the padded rows must stay out of every softmax
+    vocab_multiple=8,
+    hidden=24,
+    layers=5,
+    attention=AttentionConfig(heads=4, kv_heads=2, head_dim=6, qk_norm=True),
+    feedforward=SwiGLU.Config(hidden=20),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One entry of the matrix."""
+
+    world: int = 1
+    parallel: ParallelConfig = ParallelConfig()
+    model: ModelConfig = SMALL
+    objective: Any = Causal.Config(z_loss=1e-3)
+    micro_batches: int = 1  # per data rank
+    sequences: int = 12  # in the global batch
+    dtype: torch.dtype = torch.float64
+    steps: int = 0  # optimizer steps after the gradient comparison
+    sabotage: Callable[[Engine], None] | None = field(default=None, compare=False)
+
+    def reference(self) -> Case:
+        return replace(
+            self, world=1, parallel=ParallelConfig(), micro_batches=1, sabotage=None
+        )
+
+
+def global_batch(case: Case, step: int = 0) -> tuple[Tensor, Tensor]:
+    """Tokens and document numbers [sequences, SEQUENCE + 1]; a function of the step alone."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    shape = (case.sequences, SEQUENCE + 1)
+    tokens = torch.randint(0, case.model.vocab_size, shape, generator=generator)
+    starts = torch.rand(shape, generator=generator) < 0.2
+    return tokens, starts.long().cumsum(1)
+
+
+def ragged_labels(case: Case, labels: Tensor, step: int) -> Tensor:
+    """Drop labels so that sequence i keeps about i/n of them, and the first none."""
+    generator = torch.Generator().manual_seed(2000 + step)
+    keep = torch.arange(case.sequences)[:, None] / case.sequences
+    return labels.masked_fill(torch.rand(labels.shape, generator=generator) >= keep, IGNORE)
+
+
+def micro_batches(case: Case, engine: Engine, step: int = 0) -> list[Any]:
+    """This data rank's share of the global batch, cut into micro-batches."""
+    tokens, documents = global_batch(case, step)
+    objective = build_objective(case.objective)
+    whole = objective.micro_batch(tokens, documents, range(case.sequences))
+    labels = ragged_labels(case, whole.fields["labels"], step)
+    mesh = engine.model.mesh
+    share = case.sequences // mesh.data_size
+    size = share // case.micro_batches
+    assert size * case.micro_batches * mesh.data_size == case.sequences
+    result = []
+    for index in range(case.micro_batches):
+        begin = mesh.data_rank * share + index * size
+        span = slice(begin, begin + size)
+        seen = None if whole.documents is None else whole.documents[span]
+        result.append(
+            replace(whole, ids=whole.ids[span], fields={"labels": labels[span]}, documents=seen)
+        )
+    return result
+
+
+def build(case: Case) -> Engine:
+    mesh = build_mesh(case.parallel, torch.device("cpu"))
+    engine = build_engine(
+        case.model, case.parallel, mesh, BuildOptions(dtype=case.dtype, seed=7), SEQUENCE
+    )
+    # Larger weights than the default: gradients of every parameter must be far from rounding.
+    for name, parameter in engine.model.named_parameters():
+        if parameter.dim() > 1 and "embedding" not in name and "head" not in name:
+            parameter.detach().mul_(5)
+    if case.sabotage is not None:
+        case.sabotage(engine)
+    return engine
+
+
+def one_step(case: Case) -> dict[str, Any]:
+    """Loss, norm and whole gradients of one step on this rank (gradients of its own stages)."""
+    engine = build(case)
+    objective = build_objective(case.objective)
+    result = engine.forward_backward(micro_batches(case, engine), objective)
+    norm = gradient_norm(engine.model)
+    return {
+        "losses": result.losses,
+        "total": result.total,
+        "norm": float(norm),
+        "gradients": {n: g.clone() for n, g in full_gradients(engine.model).items()},
+    }
+
+
+def _rank(rank: int, world: int, case: Case) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return one_step(case)
+
+
+_references: dict[str, dict[str, Any]] = {}
+
+
+def reference(case: Case) -> dict[str, Any]:
+    plain = case.reference()
+    key = repr(plain)
+    if key not in _references:
+        _references[key] = run_ranks(1, _rank, plain)[0]
+    return _references[key]
+
+
+def run_case(case: Case) -> list[dict[str, Any]]:
+    return run_ranks(case.world, _rank, case, timeout=90)
+
+
+def gradient_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
+    """max over parameters of ‖g − r‖₂ / max(‖r‖₂, 1e-6·‖all r‖₂), and the worst name."""
+    scale = torch.stack([r.double().norm() for r in wanted.values()]).norm()
+    worst = (0.0, "")
+    for name, g in found.items():
+        r = wanted[name].double()
+        error = (g.double() - r).norm() / torch.maximum(r.norm(), 1e-6 * scale)
+        worst = max(worst, (float(error), name)) if error == error else (float("inf"), name)
+    return worst
+
+
+def assert_parity(case: Case) -> None:
+    """Every rank agrees with the reference on the loss and on every gradient it holds; together
+    they hold them all."""
+    wanted = reference(case)
+    tolerance = 1e-10 if case.dtype == torch.float64 else 1e-5
+    seen: set[str] = set()
+    for rank, found in enumerate(run_case(case)):
+        for name, value in wanted["losses"].items():
+            error = abs(found["losses"][name] - value) / max(abs(value), 1e-30)
+            assert error <= tolerance, f"rank {rank}: {name} {found['losses'][name]} vs {value}"
+        error, worst = gradient_error(found["gradients"], wanted["gradients"])
+        assert error <= tolerance, f"rank {rank}: gradient of {worst} is off by {error:.2e}"
+        norm_error = abs(found["norm"] - wanted["norm"]) / wanted["norm"]
+        assert norm_error <= tolerance, f"rank {rank}: norm {found['norm']} vs {wanted['norm']}"
+        seen |= set(found["gradients"])
+    assert seen == set(wanted["gradients"]), seen ^ set(wanted["gradients"])
