@@ -21,6 +21,7 @@ GRACE_SECONDS = 2.0
 PRELOAD = [
     "pytest",  # every test module imports it
     "torch",
+    "torch._dynamo",  # the first DTensor imports it: a second in each worker
     "torch.distributed",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
