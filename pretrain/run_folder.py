@@ -201,7 +201,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
+    """`value` as strict JSON can hold it: a non-finite float becomes a string."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
@@ -209,7 +210,7 @@ def _json_value(value: Any) -> Any:
 
 def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
     """Append one flat object as one line, in one write. Non-finite floats become strings."""
-    line = json.dumps({key: _json_value(value) for key, value in row.items()}, allow_nan=False)
+    line = json.dumps({key: json_value(value) for key, value in row.items()}, allow_nan=False)
     with path.open("a") as file:
         file.write(line + "\n")
 
