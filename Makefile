@@ -6,7 +6,7 @@ RECIPE ?= recipes/austen-3m.yaml
 PROCESSES ?= 2
 TEST_FLAGS ?=
 ARGS ?=
-EXTRAS := hf,dev
+EXTRAS ?= hf,dev
 
 BIN := .venv/bin
 STAMP := .venv/.installed
