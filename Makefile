@@ -17,13 +17,14 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: help install pretrain prepare test test-parity test-all lint format bench convert \
         evaluate generate plan compare doctor clean
 
-# $(call need,NAME,example): stops with one line when the variable NAME was not given.
-need = $(if $($(1)),,$(error make $@ needs $(1)=..., for example: make $@ $(2)))
 # $(call timed,label,command): runs the command and says how long it took.
 timed = start=$$SECONDS; $(2) && echo "$(1): $$((SECONDS - start)) s"
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+need-%:
+	@[ -n "$($*)" ] || { echo "error: this target needs $*=..., see: make help" >&2; exit 2; }
 
 install: $(STAMP) ## create .venv and install the tested versions into it
 
@@ -37,7 +38,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 pretrain: prepare ## train a 3M model on the bundled text, evaluate, export, sample (goes on where it was)
-	@$(call timed,pretraining,$(BIN)/torchrun --nproc-per-node $(PROCESSES) launch/pretrain.py $(RECIPE) $(ARGS))
+	@$(call timed,pretraining,$(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES) launch/pretrain.py $(RECIPE) $(ARGS))
 
 prepare: $(STAMP) ## turn the bundled text into token files under data/austen
 	@$(call timed,data preparation,$(BIN)/python launch/prepare.py recipes/austen-data.yaml)
@@ -63,24 +64,19 @@ format: $(STAMP) ## rewrite the sources in the project's style
 bench: $(STAMP) ## speed and memory against peers; prints tables
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-convert: $(STAMP) ## RUN=runs/x TO=folder: export a run to a Hugging Face folder and verify it
-	$(call need,RUN,RUN=runs/austen-3m TO=exported)$(call need,TO,RUN=runs/austen-3m TO=exported)
+convert: need-RUN need-TO $(STAMP) ## RUN=runs/x TO=folder: export a run to a Hugging Face folder and verify it
 	$(BIN)/python launch/convert.py to-hf $(RUN) $(TO) $(ARGS)
 
-evaluate: $(STAMP) ## RUN=runs/x: loss, perplexity and bits per byte
-	$(call need,RUN,RUN=runs/austen-3m)
+evaluate: need-RUN $(STAMP) ## RUN=runs/x: loss, perplexity and bits per byte
 	$(BIN)/python launch/evaluate.py $(RUN) $(ARGS)
 
-generate: $(STAMP) ## RUN=runs/x: sample text
-	$(call need,RUN,RUN=runs/austen-3m)
+generate: need-RUN $(STAMP) ## RUN=runs/x: sample text
 	$(BIN)/python launch/generate.py $(RUN) $(ARGS)
 
-plan: $(STAMP) ## CONFIG=recipe.yaml: parameters, memory and pipeline timeline, without training
-	$(call need,CONFIG,CONFIG=recipes/austen-3m.yaml)
+plan: need-CONFIG $(STAMP) ## CONFIG=recipe.yaml: parameters, memory and pipeline timeline, without training
 	$(BIN)/python launch/plan.py $(CONFIG) $(ARGS)
 
-compare: $(STAMP) ## A=runs/x B=runs/y: what differs between two runs
-	$(call need,A,A=runs/x B=runs/y)$(call need,B,A=runs/x B=runs/y)
+compare: need-A need-B $(STAMP) ## A=runs/x B=runs/y: what differs between two runs
 	$(BIN)/python launch/compare.py $(A) $(B) $(ARGS)
 
 doctor: $(STAMP) ## what is installed, what works, a self-test of the collectives
