@@ -8,18 +8,22 @@ and `PREFIX.bytes.npy` (int64 UTF-8 bytes of each document's text, before tokeni
 """
 
 import bisect
-import contextlib
-import dataclasses
-import hashlib
-import json
 import mmap
-import os
 import struct
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import numpy as np
+
+from data_tools.manifest import (
+    DatasetError,
+    HashingFile,
+    Manifest,
+    file_sha256,
+    text_bytes,
+    with_suffix,
+)
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -34,11 +38,6 @@ DTYPES: dict[int, type[np.generic]] = {
     7: np.float32,
     8: np.uint16,
 }
-MANIFEST_FORMAT = 1
-
-
-class DatasetError(ValueError):
-    """A dataset on disk that is damaged, incomplete or not what was asked for."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -46,106 +45,6 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     if not 0 < vocab_size <= np.iinfo(np.int32).max:
         raise DatasetError(f"vocabulary size {vocab_size:,} does not fit 32-bit token ids")
     return np.dtype(np.uint16 if vocab_size < 65_500 else np.int32)
-
-
-def with_suffix(prefix: str | Path, suffix: str) -> Path:
-    """`PREFIX` + suffix; unlike Path.with_suffix a dot in the prefix survives."""
-    return Path(f"{prefix}{suffix}")
-
-
-def file_sha256(path: str | Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a small file so that a reader sees all of it or none."""
-    temporary = with_suffix(path, ".partial")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """What a `.bin`/`.idx` pair holds and where it came from (`PREFIX.manifest.json`)."""
-
-    documents: int
-    tokens: int
-    text_bytes: int  # UTF-8 bytes of all documents before tokenisation
-    dtype: str
-    append_eos: bool
-    tokenizer: dict[str, Any]  # name, sha256, vocab_size, eos_id
-    files: dict[str, dict[str, Any]]  # suffix -> bytes, sha256
-    sources: list[dict[str, Any]]  # path, bytes, sha256
-    split: dict[str, Any]  # name, fraction, seed
-    reference_bits_per_byte: dict[str, float] | None = None
-    format: int = MANIFEST_FORMAT
-
-    @property
-    def fingerprint(self) -> str:
-        """One hash of the token stream and its document boundaries."""
-        parts = self.files[".bin"]["sha256"] + self.files[".idx"]["sha256"]
-        return hashlib.sha256(parts.encode()).hexdigest()
-
-    def save(self, prefix: str | Path) -> None:
-        text = json.dumps(dataclasses.asdict(self), indent=2) + "\n"
-        write_atomic(with_suffix(prefix, ".manifest.json"), text.encode())
-
-    @classmethod
-    def load(cls, prefix: str | Path) -> Self:
-        """Raises: DatasetError if there is no manifest or it is not one that we can read."""
-        path = with_suffix(prefix, ".manifest.json")
-        try:
-            fields = json.loads(path.read_bytes())
-            if fields["format"] != MANIFEST_FORMAT:
-                raise DatasetError(f"{path}: format {fields['format']}, expected {MANIFEST_FORMAT}")
-            return cls(**fields)
-        except FileNotFoundError:
-            raise DatasetError(f"{path}: no such file") from None
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise DatasetError(f"{path}: not a dataset manifest: {error}") from None
-
-
-class _HashingFile:
-    """A new file under a temporary name, hashed while it is written."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.temporary = path, with_suffix(path, ".partial")
-        self.bytes = 0
-        self.hash = hashlib.sha256()
-        self.file: BinaryIO = open(self.temporary, "wb")  # noqa: SIM115 - closed by publish/discard
-
-    def write(self, array: np.ndarray | bytes) -> None:
-        data = array if isinstance(array, bytes) else np.ascontiguousarray(array).data.cast("B")
-        self.file.write(data)
-        self.hash.update(data)
-        self.bytes += len(data)
-
-    def publish(self) -> dict[str, Any]:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        self.file.close()
-        os.replace(self.temporary, self.path)
-        return {"bytes": self.bytes, "sha256": self.hash.hexdigest()}
-
-    def discard(self) -> None:
-        with contextlib.suppress(OSError):
-            self.file.close()
-        self.temporary.unlink(missing_ok=True)
-
-
-def write_array(path: Path, array: np.ndarray) -> dict[str, Any]:
-    """Write a `.npy` file atomically; returns its size and hash as a manifest lists them."""
-    file = _HashingFile(path)
-    try:
-        np.save(file, array)  # it needs write() alone
-        return file.publish()
-    except BaseException:
-        file.discard()
-        raise
 
 
 class IndexedWriter:
@@ -168,7 +67,7 @@ class IndexedWriter:
         self._lengths: list[np.ndarray] = []
         self.tokens = 0
         self.files: dict[str, dict[str, Any]] = {}
-        self._bin = _HashingFile(with_suffix(self.prefix, ".bin"))
+        self._bin = HashingFile(with_suffix(self.prefix, ".bin"))
 
     def add(self, tokens: np.ndarray) -> None:
         """Append one document, integer ids [length]."""
@@ -221,7 +120,7 @@ class IndexedWriter:
                 raise DatasetError(f"{self.prefix}: no documents to write")
             lengths = np.concatenate(self._lengths)
             count = len(lengths)
-            index = _HashingFile(with_suffix(self.prefix, ".idx"))
+            index = HashingFile(with_suffix(self.prefix, ".idx"))
             index.write(HEADER.pack(MAGIC, VERSION, self._code, count, count + 1))
             index.write(lengths)
             ends = np.cumsum(lengths, dtype=np.int64)
@@ -415,12 +314,3 @@ def verify(prefix: str | Path) -> Manifest:
     if problems:
         raise DatasetError("; ".join(problems))
     return manifest
-
-
-def text_bytes(prefix: str | Path) -> np.ndarray:
-    """UTF-8 bytes of each document's original text, int64 [documents], memory mapped."""
-    path = with_suffix(prefix, ".bytes.npy")
-    try:
-        return np.load(path, mmap_mode="r")
-    except (OSError, ValueError) as error:
-        raise DatasetError(f"{path}: cannot be read: {error}") from None

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.indexed import (
+from data_tools.indexed import IndexedReader
+from data_tools.manifest import (
     DatasetError,
-    IndexedReader,
     file_sha256,
     with_suffix,
     write_array,

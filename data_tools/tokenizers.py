@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from data_tools.indexed import token_dtype, write_atomic
+from data_tools.indexed import token_dtype
+from data_tools.manifest import write_atomic
 
 EOS = "<|endoftext|>"
 BYTE_VOCABULARY = 257  # the 256 bytes and the end-of-text token: a byte-level BPE without merges
@@ -98,13 +99,7 @@ def train_tokenizer(
     Raises:
         TokenizerError: `vocab_size` is too small for the bytes and the special tokens.
     """
-    smallest = 256 + len(special_tokens)
-    if vocab_size < smallest:
-        raise TokenizerError(
-            f"vocabulary size {vocab_size} is too small: at least {smallest} "
-            f"(256 bytes and {len(special_tokens)} special)"
-        )
-    token_dtype(vocab_size)
+    check_vocabulary(vocab_size, len(special_tokens))
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -119,6 +114,16 @@ def train_tokenizer(
     name = f"bpe-{backend.get_vocab_size()}"
     files = {"tokenizer.json": (backend.to_str(pretty=True) + "\n").encode()}
     return _from_files(files, name, name, special_tokens[0])
+
+
+def check_vocabulary(vocab_size: int, specials: int = 1) -> None:
+    """Raises: TokenizerError if no byte-level BPE of this size can be trained and stored."""
+    if vocab_size < 256 + specials:
+        raise TokenizerError(
+            f"vocabulary size {vocab_size} is too small: at least {256 + specials} "
+            f"(256 bytes and {specials} special)"
+        )
+    token_dtype(vocab_size)
 
 
 def byte_tokenizer() -> TextTokenizer:

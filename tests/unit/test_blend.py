@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from data_tools.blend import Blend, BlendError, PackedSampler, WindowSampler, permute
-from data_tools.indexed import DatasetError, IndexedReader, IndexedWriter
+from data_tools.indexed import IndexedReader, IndexedWriter
+from data_tools.manifest import DatasetError
 from data_tools.packing import cut_documents, fill_bins, write_packing
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from data_tools import indexed
-from data_tools.indexed import DatasetError, IndexedReader, IndexedWriter, Manifest
+from data_tools.indexed import IndexedReader, IndexedWriter
+from data_tools.manifest import DatasetError, Manifest
 
 DOCUMENTS = [[5, 6, 7], [1], [65_535, 2, 3, 4, 9], [8] * 40, [0, 0]]
 STREAM = [token for document in DOCUMENTS for token in document]
