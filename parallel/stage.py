@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from models.attention import MaskKind, SequenceContext
+from models.collectives import axis
+from models.linear import accumulation_dtype
 from models.losses import Term
 from models.transformer import Transformer
 
@@ -37,10 +39,18 @@ class MicroBatch:
 
 
 class Stage:
-    """Runs ``model`` (some units of the whole) on the micro-batches of one optimizer step."""
+    """Runs ``model`` (some units of the whole) on the micro-batches of one optimizer step.
 
-    def __init__(self, model: Transformer, reshard: bool = True) -> None:
+    ``compute_dtype`` is the dtype of matrix products, and of the residual stream between stages
+    unless the model asks for a wider one.
+    """
+
+    def __init__(
+        self, model: Transformer, compute_dtype: torch.dtype, reshard: bool = True
+    ) -> None:
         self.model = model
+        wide = model.config.residual_dtype == "float32"
+        self.dtype = accumulation_dtype(compute_dtype) if wide else compute_dtype
         self.units = sharded_units(model)
         self.reshard_each_time = reshard
         self.begin([], [])
@@ -53,6 +63,13 @@ class Stage:
         self.total: Tensor | None = None
         self._saved: dict[int, tuple[Tensor | None, Tensor]] = {}
         self._backwards = 0
+
+    def input_shape(self, index: int) -> tuple[int, int, int]:
+        """[B, S, D] of what crosses stages; S is this rank's share under sequence parallelism."""
+        batch, length = self.micro_batches[index].ids.shape
+        return (batch, length // axis("sp").size, self.model.config.hidden)
+
+    output_shape = input_shape
 
     def forward(self, index: int, x: Tensor | None) -> Tensor | None:
         """Micro-batch ``index`` through this stage: hidden [B, S, D] for the next stage, or None

@@ -98,9 +98,7 @@ def specialise(module: nn.Module, key: tuple[Any, ...], members: Mapping[str, An
 
 def is_fully_sharded(parameter: Tensor) -> bool:
     """Whether fully_shard holds this stored parameter (and has not gathered it)."""
-    return isinstance(parameter, DTensor) and "fsdp" in (
-        parameter.device_mesh.mesh_dim_names or ()
-    )
+    return isinstance(parameter, DTensor) and "fsdp" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _local(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -165,9 +163,7 @@ def _edged(base: type, enters: bool, leaves: bool) -> Callable[..., Any]:
     return forward
 
 
-def apply_tensor_parallel(
-    model: nn.Module, plans: Mapping[str, ParameterPlan], mesh: Mesh
-) -> None:
+def apply_tensor_parallel(model: nn.Module, plans: Mapping[str, ParameterPlan], mesh: Mesh) -> None:
     """Shard storage and add the region edges (no-op on a tensor axis of one)."""
     if mesh.size("tp") > 1:
         shard_parameters(model, plans, mesh)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from models.config import ModelConfig
 from models.flops import unit_sizes
-from models.linear import accumulation_dtype
+from models.losses import Term
 from parallel.apply import BuildOptions, ParallelModel, build_parallel_model
 from parallel.gradients import reduce_gradients, zero_gradients
 from parallel.mesh import Mesh, ParallelConfig
+from parallel.pipeline.actions import Schedule
+from parallel.pipeline.checker import check_schedule
 from parallel.pipeline.cost import CostTable, UnitCost
+from parallel.pipeline.executor import Executor
+from parallel.pipeline.links import Links, create_links
 from parallel.pipeline.planner import PlanRequest, make_placement
+from parallel.pipeline.schedules import make_schedule
 from parallel.pipeline.units import Placement, Unit, model_units
 from parallel.stage import MicroBatch, Stage
 
@@ -89,20 +94,53 @@ class Engine:
     """This rank's part of a training step under any layout."""
 
     def __init__(
-        self, model: ParallelModel, parallel: ParallelConfig, placement: Placement
+        self,
+        model: ParallelModel,
+        parallel: ParallelConfig,
+        placement: Placement,
+        compute_dtype: torch.dtype,
     ) -> None:
         self.model = model
         self.parallel = parallel
         self.placement = placement
-        self.stages = [Stage(stage, parallel.reshard_after_forward) for stage in model.stages]
+        numbers = placement.stages_of(model.mesh.rank("pp"))
+        self.stages = {
+            number: Stage(stage, compute_dtype, parallel.reshard_after_forward)
+            for number, stage in zip(numbers, model.stages, strict=True)
+        }
+        self._links = self._make_links()
+        self._executors: dict[int, Executor] = {}
 
-    def forward_backward(
-        self, batches: Sequence[MicroBatch], objective: Objective
-    ) -> StepResult:
+    def _schedule(self, micro_batches: int) -> Schedule:
+        keeps_weights = self.model.mesh.size("fsdp") > 1 and not self.parallel.reshard_after_forward
+        name = self.parallel.pipeline.schedule
+        return make_schedule(name, self.placement, micro_batches, sharded=keeps_weights)
+
+    def _make_links(self) -> Links:
+        mesh = self.model.mesh
+        if mesh.size("pp") == 1:
+            return Links(0, (0,), {}, mesh.device)
+        assert mesh.device_mesh is not None
+        pipelines = mesh.device_mesh.mesh.reshape(mesh.size("pp"), -1).T.tolist()
+        timeout = timedelta(minutes=self.parallel.timeout_minutes)
+        return create_links(self._schedule(1), pipelines, mesh.device, timeout)
+
+    def executor(self, micro_batches: int) -> Executor:
+        """The checked action lists for this number of micro-batches, prepared once."""
+        if micro_batches not in self._executors:
+            schedule = self._schedule(micro_batches)
+            check_schedule(schedule)
+            timeout = 60 * self.parallel.timeout_minutes
+            self._executors[micro_batches] = Executor(
+                schedule, self.stages, self._links, timeout=timeout
+            )
+        return self._executors[micro_batches]
+
+    def forward_backward(self, batches: Sequence[MicroBatch], objective: Objective) -> StepResult:
         """Accumulate and reduce every gradient of one step (gradients are zeroed first)."""
         zero_gradients(self.model)
         counts, terms = self._begin(batches, objective)
-        self._run(len(batches), backward=True)
+        self.executor(len(batches)).run()
         reduce_gradients(self.model)
         return self._result(counts, {term.name: term.normalizer for term in terms})
 
@@ -110,13 +148,15 @@ class Engine:
     def evaluate(self, batches: Sequence[MicroBatch], objective: Objective) -> StepResult:
         """Losses of these batches; no gradient, no change of state."""
         counts, terms = self._begin(batches, objective)
-        self._run(len(batches), backward=False)
+        self.executor(len(batches)).run_forward()
         return self._result(counts, {term.name: term.normalizer for term in terms})
 
-    def _begin(self, batches: Sequence[MicroBatch], objective: Objective):  # type: ignore[no-untyped-def]
+    def _begin(
+        self, batches: Sequence[MicroBatch], objective: Objective
+    ) -> tuple[dict[str, int], list[Term]]:
         counts = self.global_counts(objective.counts(batches))
         terms = objective.terms(counts)
-        for stage in self.stages:
+        for stage in self.stages.values():
             stage.begin(batches, terms)
         return counts, terms
 
@@ -129,19 +169,12 @@ class Engine:
         dist.all_reduce(values, group=group)
         return dict(zip(counts, values.tolist(), strict=True))
 
-    def _run(self, number: int, backward: bool) -> None:
-        (stage,) = self.stages
-        for index in range(number):
-            stage.forward(index, None)
-            if backward:
-                stage.backward(index, None)
-
     def _result(self, counts: dict[str, int], normalizers: dict[str, float]) -> StepResult:
         """Loss sums live where the head is; every rank learns them."""
         mesh = self.model.mesh
         wide = torch.float64
         packed = torch.zeros(len(normalizers) + 1, dtype=wide, device=mesh.device)
-        for stage in self.stages:
+        for stage in self.stages.values():
             if stage.total is not None:
                 values = [stage.total, *(stage.sums[name] for name in normalizers)]
                 packed += torch.stack([v.to(wide) for v in values])
@@ -171,4 +204,4 @@ def build_engine(
     ]
     hosts = shared_hosts(config, placement)
     model = build_parallel_model(config, parallel, mesh, options, units, hosts)
-    return Engine(model, parallel, placement)
+    return Engine(model, parallel, placement, options.compute_dtype or options.dtype)

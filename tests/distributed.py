@@ -27,6 +27,8 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.distributed.tensor.parallel",
+    "pretrain.engine",
+    "pretrain.objectives",
     "tests.distributed",
 ]
 

@@ -7,7 +7,7 @@ every whole gradient.  The reference is the same model in one process on the und
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,9 +52,7 @@ class Case:
     sabotage: Callable[[Engine], None] | None = field(default=None, compare=False)
 
     def reference(self) -> Case:
-        return replace(
-            self, world=1, parallel=ParallelConfig(), micro_batches=1, sabotage=None
-        )
+        return replace(self, world=1, parallel=ParallelConfig(), micro_batches=1, sabotage=None)
 
 
 def global_batch(case: Case, step: int = 0) -> tuple[Tensor, Tensor]:
@@ -122,24 +120,35 @@ def one_step(case: Case) -> dict[str, Any]:
     }
 
 
-def _rank(rank: int, world: int, case: Case) -> dict[str, Any]:
+def _ranks(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    return one_step(case)
+    return [one_step(case) for case in cases]
 
 
-_references: dict[str, dict[str, Any]] = {}
+_results: dict[str, list[dict[str, Any]]] = {}
 
 
-def reference(case: Case) -> dict[str, Any]:
-    plain = case.reference()
-    key = repr(plain)
-    if key not in _references:
-        _references[key] = run_ranks(1, _rank, plain)[0]
-    return _references[key]
+def run_together(cases: Sequence[Case]) -> None:
+    """Run cases of equal world size in one set of processes and remember what each rank found.
+
+    Starting processes costs more than the cases themselves.
+    """
+    missing = [case for case in cases if repr(case) not in _results]
+    if missing:
+        (world,) = {case.world for case in missing}
+        found = run_ranks(world, _ranks, missing, timeout=180)
+        for index, case in enumerate(missing):
+            _results[repr(case)] = [rank[index] for rank in found]
 
 
 def run_case(case: Case) -> list[dict[str, Any]]:
-    return run_ranks(case.world, _rank, case, timeout=90)
+    """What every rank found."""
+    run_together([case])
+    return _results[repr(case)]
+
+
+def reference(case: Case) -> dict[str, Any]:
+    return run_case(case.reference())[0]
 
 
 def gradient_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:

@@ -1,49 +1,102 @@
-"""Layout invariance: loss and every gradient of each layout against one process."""
+"""Layout invariance: loss and every gradient of each layout against one process.
+
+Rows are layouts, columns are model variants and dtypes; see ``docs/parity.md``.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from parallel.mesh import ParallelConfig
+from parallel.mesh import ParallelConfig, PipelineConfig
 from pretrain.objectives.causal import Causal
-from tests.parity.harness import SMALL, Case, assert_parity
+from tests.parity.harness import SMALL, Case, assert_parity, run_together
 
 pytestmark = pytest.mark.parity
 
+GPIPE = PipelineConfig("gpipe")
+ONE_F_ONE_B = PipelineConfig("1f1b")
+INTERLEAVED = PipelineConfig("interleaved", virtual_stages=2)
+UNEVEN = PipelineConfig("1f1b", planner="explicit", layout="Et|t*4L")
+UNEVEN4 = PipelineConfig("1f1b", planner="explicit", layout="E|tt|ttt|L")
+
+
+def layout(world: int, micro_batches: int = 1, **parallel: Any) -> Case:
+    return Case(world=world, micro_batches=micro_batches, parallel=ParallelConfig(**parallel))
+
+
+def keeping(**parallel: Any) -> dict[str, Any]:
+    """Pipelines keep gathered weights for the whole step."""
+    return {"reshard_after_forward": False, **parallel}
+
+
 LAYOUTS = {
-    "micro": Case(micro_batches=3),
-    "recompute-full": Case(parallel=ParallelConfig(recompute="full"), micro_batches=2),
-    "recompute-selective": Case(parallel=ParallelConfig(recompute="selective")),
-    "dp2": Case(world=2, parallel=ParallelConfig(dp=2), micro_batches=2),
-    "fsdp2": Case(world=2, parallel=ParallelConfig(fsdp=2), micro_batches=3),
-    "fsdp2-recompute": Case(
-        world=2, parallel=ParallelConfig(fsdp=2, recompute="full"), micro_batches=2
+    "micro": layout(1, 3),
+    "recompute-full": layout(1, 2, recompute="full"),
+    "recompute-selective": layout(1, recompute="selective"),
+    "dp2": layout(2, 2, dp=2),
+    "fsdp2": layout(2, 3, fsdp=2),
+    "fsdp2-keep": layout(2, 3, fsdp=2, reshard_after_forward=False),
+    "fsdp2-recompute": layout(2, 2, fsdp=2, recompute="full"),
+    "fsdp4": layout(4, fsdp=4),
+    "dp2-fsdp2": layout(4, 3, dp=2, fsdp=2),
+    "tp2": layout(2, 2, tp=2),
+    "tp2-sp": layout(2, 2, tp=2, sp=True),
+    "tp2-sp-recompute": layout(2, 2, tp=2, sp=True, recompute="selective"),
+    "fsdp2-tp2": layout(4, 2, fsdp=2, tp=2),
+    "fsdp2-tp2-sp": layout(4, 3, fsdp=2, tp=2, sp=True),
+    "dp2-tp2": layout(4, 1, dp=2, tp=2),
+    "pp2-gpipe-m2": layout(2, 2, pp=2, pipeline=GPIPE),
+    "pp2-1f1b-m1": layout(2, 1, pp=2, pipeline=ONE_F_ONE_B),
+    "pp2-1f1b-m2": layout(2, 2, pp=2, pipeline=ONE_F_ONE_B),
+    "pp2-1f1b-m6": layout(2, 6, pp=2, pipeline=ONE_F_ONE_B),
+    "pp2-1f1b-uneven": layout(2, 6, pp=2, pipeline=UNEVEN),
+    "pp2-interleaved-m6": layout(2, 6, pp=2, pipeline=INTERLEAVED),
+    "pp4-gpipe-m4": layout(4, 4, pp=4, pipeline=GPIPE),
+    "pp4-1f1b-m3": layout(4, 3, pp=4, pipeline=ONE_F_ONE_B),
+    "pp4-1f1b-m12-uneven": layout(4, 12, pp=4, pipeline=UNEVEN4),
+    "pp2-interleaved-m3": layout(2, 3, pp=2, pipeline=INTERLEAVED),
+    "pp4-interleaved-m4": layout(4, 4, pp=4, pipeline=INTERLEAVED),
+    "pp2-tp2": layout(4, 3, pp=2, tp=2, pipeline=ONE_F_ONE_B),
+    "pp2-tp2-sp": layout(4, 2, pp=2, tp=2, sp=True, pipeline=ONE_F_ONE_B),
+    "pp2-dp2": layout(4, 2, pp=2, dp=2, pipeline=GPIPE),
+    "pp2-fsdp2": layout(4, 3, **keeping(pp=2, fsdp=2, pipeline=ONE_F_ONE_B)),
+    "pp2-fsdp2-interleaved": layout(4, 2, **keeping(pp=2, fsdp=2, pipeline=INTERLEAVED)),
+    "pp2-fsdp2-tp2": layout(
+        8, 3, **keeping(pp=2, fsdp=2, tp=2, sp=True, pipeline=ONE_F_ONE_B, recompute="full")
     ),
-    "fsdp4-uneven": Case(world=4, parallel=ParallelConfig(fsdp=4)),
-    "dp2-fsdp2": Case(world=4, parallel=ParallelConfig(dp=2, fsdp=2), micro_batches=3),
-    "tp2": Case(world=2, parallel=ParallelConfig(tp=2), micro_batches=2),
-    "tp2-sp": Case(world=2, parallel=ParallelConfig(tp=2, sp=True), micro_batches=2),
-    "tp2-sp-recompute": Case(
-        world=2, parallel=ParallelConfig(tp=2, sp=True, recompute="selective"), micro_batches=2
-    ),
-    "fsdp2-tp2": Case(world=4, parallel=ParallelConfig(fsdp=2, tp=2), micro_batches=2),
-    "fsdp2-tp2-sp": Case(
-        world=4, parallel=ParallelConfig(fsdp=2, tp=2, sp=True), micro_batches=3
-    ),
-    "dp2-tp2": Case(world=4, parallel=ParallelConfig(dp=2, tp=2), micro_batches=1),
 }
-VARIANTS = {
+MODELS = {
     "untied": {},
     "tied": {"model": replace(SMALL, tie_embeddings=True)},
     "documents": {"objective": Causal.Config(documents="mask", label_smoothing=0.1)},
 }
+DTYPES = {"f64": torch.float64, "f32": torch.float32}
+SMOKE = {"dp2", "fsdp2", "tp2-sp", "pp2-1f1b-m6"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_changes_nothing(layout: str, variant: str, dtype: torch.dtype) -> None:
-    assert_parity(replace(LAYOUTS[layout], dtype=dtype, **VARIANTS[variant]))
+def variants(case: Case) -> dict[str, Case]:
+    return {
+        f"{model}-{dtype}": replace(case, dtype=DTYPES[dtype], **change)
+        for model, change in MODELS.items()
+        for dtype in DTYPES
+    }
+
+
+def _parameters() -> list[Any]:
+    return [
+        pytest.param(name, variant, marks=[pytest.mark.smoke] if name in SMOKE else [])
+        for name, case in LAYOUTS.items()
+        for variant in variants(case)
+    ]
+
+
+@pytest.mark.parametrize(("name", "variant"), _parameters())
+def test_layout_changes_nothing(name: str, variant: str) -> None:
+    cases = variants(LAYOUTS[name])
+    run_together([case.reference() for case in variants(Case()).values()])
+    run_together(list(cases.values()))
+    assert_parity(cases[variant])
