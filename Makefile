@@ -41,7 +41,8 @@ pretrain: prepare ## train a 3M model on the bundled text, evaluate, export, sam
 	@$(call timed,pretraining,$(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES) launch/pretrain.py $(RECIPE) $(ARGS))
 
 prepare: $(STAMP) ## turn the bundled text into token files under data/austen
-	@$(call timed,data preparation,$(BIN)/python launch/prepare.py recipes/austen-data.yaml)
+	@$(call timed,data preparation,$(BIN)/python launch/prepare.py \
+	  --corpus austen --train-tokenizer 4096 --out data/austen)
 
 test: $(STAMP) ## unit, command-line and a few parity tests (under 3 minutes on two cores)
 	$(BIN)/python -m pytest -q -m "(not parity and not slow) or smoke" $(TEST_FLAGS)
