@@ -93,13 +93,14 @@ class Edge:
     """A tensor that stage ``source`` computes and stage ``target`` reads, once per micro-batch.
 
     ``tensor`` is the producing unit's name, followed by the head chunks in brackets when the
-    target reads the token rows of these chunks alone; ``share`` is that fraction of the rows.
+    target reads the token rows of these ``chunks`` alone; ``share`` is that fraction of the rows.
     """
 
     tensor: str
     source: int
     target: int
     producer: Unit
+    chunks: tuple[int, ...] = ()  # all rows when empty
     share: Fraction = Fraction(1)
 
 
@@ -197,11 +198,13 @@ class Placement:
         edges = []
         for (producer, target), units in readers.items():
             name, share = str(producer), Fraction(1)
+            rows: tuple[int, ...] = ()
             if all(unit.kind == HEAD for unit in units):
                 share = Fraction(len(units), chunks[units[0].index])
                 if share < 1:
-                    name += str(sorted(unit.chunk for unit in units)).replace(" ", "")
-            edges.append(Edge(name, stage_of[producer], target, producer, share))
+                    rows = tuple(sorted(unit.chunk for unit in units))
+                    name += str(list(rows)).replace(" ", "")
+            edges.append(Edge(name, stage_of[producer], target, producer, rows, share))
         order = {unit: i for i, unit in enumerate(self.units)}
         return tuple(sorted(edges, key=lambda e: (e.source, e.target, order[e.producer])))
 
