@@ -33,7 +33,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "error: $$($(PYTHON) --version) is too old: 3.11 or newer is needed; give one: make PYTHON=python3.12 ..." >&2; exit 2; }
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
-	@$(call timed,installation,$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	@$(call timed,installation,PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e ".[$(EXTRAS)]")
 	@touch $@
 
