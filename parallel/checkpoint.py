@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +106,7 @@ def _shards(tensors: Mapping[str, Tensor]) -> list[_Shard]:
 class _Planner(DefaultSavePlanner):
     """Plans the writing of shards that are described already."""
 
-    def __init__(self, shards: list[_Shard]) -> None:
+    def __init__(self, shards: Sequence[_Shard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.shards = {shard.index: shard for shard in shards}
 
@@ -231,7 +231,7 @@ class CheckpointManager:
         """The complete steps, ascending."""
         return list_steps(self.root)
 
-    def _stage(self, shards: Iterable[_Shard]) -> Iterable[_Shard]:
+    def _stage(self, shards: Sequence[_Shard]) -> Sequence[_Shard]:
         """Copies on the CPU, in buffers that are kept for the next time."""
         staged = []
         for shard in shards:
@@ -242,14 +242,14 @@ class CheckpointManager:
                 buffer = torch.empty(data.shape, dtype=data.dtype, pin_memory=pinned)
             buffer.copy_(data, non_blocking=True)
             staged.append(_Shard(shard.name, shard.shape, shard.offsets, buffer))
-        if torch.accelerator.is_available():
+        if any(shard.data.device.type != "cpu" for shard in shards):
             torch.accelerator.synchronize()
         self._staged = {shard.index: shard.data for shard in staged}
         return staged
 
-    def _write(self, step: int, shards: Iterable[_Shard], metadata: str) -> None:
+    def _write(self, step: int, shards: Sequence[_Shard], metadata: str) -> None:
         what = f"saving step {step} below {self.root}"
-        planner = _Planner([*shards])
+        planner = _Planner(shards)
         index = Metadata({})
         aside = Path()
 
@@ -263,7 +263,8 @@ class CheckpointManager:
         def write() -> tuple[Any, dict[str, FileInfo]]:
             if not aside.is_dir():
                 raise CheckpointError(f"{self.root} must be on a file system that all ranks share")
-            writer = FileSystemWriter(aside, sync_files=True)
+            # No copy-ahead: it would open an accelerator context in the background thread.
+            writer = FileSystemWriter(aside, sync_files=True, per_thread_copy_ahead=0)
             results = writer.write_data(mine, planner).value()
             files = aside.glob(f"__{self._ranks.rank}_*")
             return results, {path.name: measure(path) for path in files}
@@ -294,11 +295,12 @@ class CheckpointManager:
             raise
 
     def _expire(self, step: int) -> None:
-        """Delete what is no longer to be kept. Steps after ``step``, which a run that went
-        back to an older checkpoint has yet to reach again, are left alone."""
-        latest = latest_step(self.root)
+        """Delete what is no longer to be kept, after ``step`` (now ``latest``) was published.
+
+        Steps after it, which a run that went back has yet to reach again, are left alone.
+        """
         for old in [s for s in list_steps(self.root) if s <= step][: -self.keep_last]:
-            if old == latest or (self.keep_every and old % self.keep_every == 0):
+            if self.keep_every and old % self.keep_every == 0:
                 continue
             try:
                 remove(self.root, old)

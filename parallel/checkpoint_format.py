@@ -232,7 +232,7 @@ class StoredCheckpoint(Mapping[str, Tensor]):
 def open_checkpoint(path: Path | str) -> StoredCheckpoint:
     """Open one ``step_*`` folder in one process, without a process group.
 
-    Every file is checked first; memory is then bounded by the largest tensor asked for.
+    Every file is checked first. Each read holds about twice the tensor asked for, no more.
     Raises CheckpointError.
     """
     return StoredCheckpoint(path)

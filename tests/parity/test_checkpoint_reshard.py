@@ -4,7 +4,10 @@ Four ranks save: two pipeline stages of two ranks each, tensor parallel or FSDP 
 names that only one stage holds, one tensor that both hold, odd sizes that do not divide.
 """
 
+import os
 import resource
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -15,10 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel.checkpoint import CheckpointManager, load_checkpoint
-from parallel.checkpoint_format import CheckpointError, latest_step, open_checkpoint, step_name
-from tests.distributed import run_ranks
+from parallel.checkpoint_format import (
+    CheckpointError,
+    latest_step,
+    list_steps,
+    open_checkpoint,
+    step_name,
+)
+from tests.distributed import RankError, run_ranks
 
-pytestmark = [pytest.mark.parity, pytest.mark.smoke]
+pytestmark = pytest.mark.parity
 
 STEP = 7
 # Global shape, dtype, and the pipeline stage(s) that hold the tensor.
@@ -177,7 +186,7 @@ def load(rank: int, world_size: int, root: Path, layout) -> None:
     scope="module",
     params=[
         (pipeline_by_tensor_parallel, False),
-        (pipeline_by_tensor_parallel, True),
+        pytest.param((pipeline_by_tensor_parallel, True), marks=pytest.mark.smoke),
         (data_by_tensor_parallel, True),
         (fsdp, False),
         (fsdp_by_tensor_parallel, True),
@@ -256,6 +265,32 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(tmp_path):
     first, second = run_ranks(2, _disk_full_on_rank_1, tmp_path)
     assert first == second
     assert "saving step 2" in first and "rank 1: [Errno 27] File too large" in first
+
+
+def _one_rank_dies(rank: int, world_size: int, root: Path) -> None:
+    checkpoints = CheckpointManager(
+        root, keep_last=2, asynchronous=True, process_group=dist.new_group(backend="gloo")
+    )
+    for step in range(1, 1000):
+        if rank == 1 and step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        checkpoints.save(step, {f"model/{rank}": torch.full((1000,), float(step))}, {})
+
+
+def test_a_rank_that_dies_ends_the_save_on_the_others(tmp_path):
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, _one_rank_dies, tmp_path)
+    assert "rank 1 of 2: died without an answer, exit code -9" in str(caught.value)
+    assert "rank 0 of 2: Traceback" in str(caught.value), "rank 0 should have noticed"
+    assert time.monotonic() - start < 20
+    step = latest_step(tmp_path)
+    assert step in (2, 3)
+    assert list_steps(tmp_path) == [step - 1, step]
+    stored = open_checkpoint(tmp_path / step_name(step))
+    assert {float(v) for t in stored.values() for v in t} == {float(step)}
+    CheckpointManager(tmp_path, keep_last=1).close()
+    assert not [p for p in tmp_path.iterdir() if "-" in p.name]
 
 
 def _different_requests(rank: int, world_size: int, path: Path) -> str:
