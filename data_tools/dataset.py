@@ -173,7 +173,10 @@ def _make(
             append_eos=request.append_eos,
             tokenizer=tokenizer.describe(),
             files=files,
-            sources=[dataclasses.asdict(source) for source in job.sources],
+            sources=[
+                {"path": source.path, "bytes": source.bytes, "sha256": source.sha256}
+                for source in job.sources
+            ],
             split={
                 "name": split,
                 "fraction": request.validation_fraction,
