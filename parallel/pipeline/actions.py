@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from parallel.pipeline.units import Edge, Placement
 
@@ -41,8 +42,7 @@ COMPUTE = frozenset((F, B, I, W, H, HW))
 ACCUMULATE = frozenset((B, W, H, HW))  # adds to the stage's weight gradients
 
 
-@dataclass(frozen=True, slots=True)
-class TensorId:
+class TensorId(NamedTuple):
     """One micro-batch of one edge: the activation, or its gradient (which flows back).
 
     With ``source == target`` it names what a stage keeps for itself between two actions.

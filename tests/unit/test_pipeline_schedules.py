@@ -1,12 +1,15 @@
 """Schedules, lowering and the checker: property tests, then mutations that must be caught."""
 
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from parallel.pipeline.actions import COMPUTE, HW, Action, B, F, H, I, Kind, Orders, Schedule, W
@@ -201,7 +204,7 @@ def test_swapping_two_actions_of_a_kind_is_caught(
         check_schedule(edit(schedule, rank, swap))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
 @given(requests(), st.randoms(use_true_random=False))
 def test_swapping_two_transfers_of_a_link_is_caught(
     request: tuple[str, Placement, int], rng: random.Random
@@ -377,3 +380,11 @@ def test_mtp_stages_skip_and_split_losses() -> None:
             check_schedule(make_schedule(name, placement, 5))
     placement = read_layout("Et|t|t|t|m|L", 3)
     check_schedule(make_schedule("interleaved", placement, 6))
+
+
+def test_planning_needs_no_torch() -> None:
+    modules = "actions checker cost layout lowering planner schedules simulate timeline units"
+    imports = ", ".join(f"parallel.pipeline.{name}" for name in modules.split())
+    code = f"import sys, {imports}; sys.exit('torch' in sys.modules)"
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)
