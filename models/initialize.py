@@ -34,7 +34,8 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix(x: Tensor) -> Tensor:
+    """Finaliser of 64 bits: every input bit flips about half of the output bits."""
     x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
     return x ^ _shift_right(x, 31)
@@ -42,7 +43,7 @@ def _mix(x: Tensor) -> Tensor:
 
 def _uniform(counter: Tensor, key: int) -> Tensor:
     """float64 in (0, 1), 52 random bits, never 0 or 1."""
-    bits = _mix(_mix(counter * _signed(0x9E3779B97F4A7C15) + _signed(key)) ^ _signed(key))
+    bits = mix(mix(counter * _signed(0x9E3779B97F4A7C15) + _signed(key)) ^ _signed(key))
     return (_shift_right(bits, 12).to(torch.float64) + 0.5) * 2.0**-52
 
 

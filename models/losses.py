@@ -252,7 +252,7 @@ def evaluate_head(
 
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -268,7 +268,7 @@ class _ChunkedHead(torch.autograd.Function):
         return result.total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         d_hidden, d_weight = ctx.gradients
         ctx.gradients = None
         return d_hidden.mul_(grad), d_weight.mul_(grad), None, None, None, None

@@ -53,7 +53,7 @@ class Registry:
         return self._components[name]
 
     def config_class(self, name: str) -> type:
-        return self.component(name).Config  # type: ignore[attr-defined, no-any-return]
+        return self.component(name).Config  # type: ignore[attr-defined]
 
     def name_of(self, config_class: type) -> str:
         """The registered name whose component has exactly this ``Config`` class."""

@@ -63,44 +63,44 @@ class GroupAxis(Axis):
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: GroupAxis) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, axis: GroupAxis) -> Tensor:
         ctx.axis = axis
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.axis.sum_(grad.clone(memory_format=torch.contiguous_format)), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: GroupAxis) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, axis: GroupAxis) -> Tensor:
         return axis.sum_(x.clone(memory_format=torch.contiguous_format))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: GroupAxis, dim: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, axis: GroupAxis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
         return axis.all_gather(x, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.axis.sum_scatter(grad, ctx.dim), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: GroupAxis, dim: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, axis: GroupAxis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
         return axis.sum_scatter(x, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.axis.all_gather(grad, ctx.dim), None, None
 
 

@@ -49,6 +49,8 @@ class Causal:
     ) -> MicroBatch:
         ids, labels = tokens[:, :-1], tokens[:, 1:]
         seen = None
+        if documents is not None:
+            labels = labels.masked_fill(documents[:, 1:] < 0, IGNORE)
         if self.config.documents == "mask":
             if documents is None:
                 raise ValueError("objective.documents=mask needs data with document boundaries")

@@ -1,0 +1,99 @@
+"""Loss, perplexity and bits per byte of a run or checkpoint on its validation data."""
+
+import sys
+from pathlib import Path
+
+if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import argparse
+import json
+import os
+
+EXAMPLES = """\
+examples:
+  python launch/evaluate.py runs/austen-3m
+  python launch/evaluate.py runs/austen-3m/checkpoints/step_00000100 --sequences 64
+  torchrun --nproc-per-node 2 launch/evaluate.py runs/austen-3m parallel.tp=2
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="evaluate.py",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("source", type=Path, metavar="RUN|CHECKPOINT", help="a run folder, or a step_* folder")
+    add("overrides", nargs="*", metavar="key=value", help="settings changed for the evaluation")
+    add("--sequences", type=int, metavar="N", help="validation sequences (default: all)")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    try:
+        figures = evaluate(options)
+    except ValueError as error:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    if int(os.environ.get("RANK", "0")) == 0:
+        if options.json:
+            print(json.dumps(figures))
+        else:
+            for name, value in figures.items():
+                shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+                print(f"{name:<20} {shown}")
+    return 0
+
+
+def evaluate(options: argparse.Namespace) -> dict[str, float | int]:
+    import torch
+    import torch.distributed as dist
+
+    from parallel.apply import BuildOptions
+    from parallel.checkpoint import load_checkpoint
+    from parallel.mesh import build_mesh, initialize_process_group
+    from pretrain.engine import build_engine
+    from pretrain.evaluate import Evaluator
+    from pretrain.objectives.base import build_objective
+    from pretrain.state import checkpoint_config, find_checkpoint, weights
+    from pretrain.trainer import choose_device
+
+    path = find_checkpoint(options.source)
+    limit = {} if options.sequences is None else {"sequences": options.sequences}
+    config = checkpoint_config(path, options.overrides, evaluation=limit or {"sequences": 10**12})
+    if not config.data.validation:
+        raise ValueError(f"{path}: its run has no data.validation; give one as an override")
+    device = choose_device(config)
+    initialize_process_group(device, config.parallel.timeout_minutes)
+    try:
+        group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        choice = BuildOptions(
+            dtype=config.precision.weight_dtype,
+            compute_dtype=config.precision.compute_dtype,
+            attention_backend=config.kernels.attention,
+            initialize=False,
+        )
+        length = config.training.sequence_length
+        mesh = build_mesh(config.parallel, device)
+        engine = build_engine(config.model, config.parallel, mesh, choice, length)
+        load_checkpoint(path, weights(engine.model), group)
+        with torch.no_grad():
+            evaluator = Evaluator(config, engine, build_objective(config.objective))
+            figures = evaluator.run()
+        tokens = evaluator.sequences * length
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return {name.removeprefix("eval/"): value for name, value in figures.items()} | {
+        "tokens": tokens
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,89 @@
+"""Train a model: torchrun --nproc-per-node N launch/pretrain.py RECIPE.yaml [key=value ...]"""
+
+import sys
+from pathlib import Path
+
+if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import argparse
+import os
+
+EXAMPLES = """\
+examples:
+  python launch/pretrain.py recipes/austen-3m.yaml                      one process
+  torchrun --nproc-per-node 2 launch/pretrain.py recipes/austen-3m.yaml data parallel
+  torchrun --nproc-per-node 4 launch/pretrain.py recipes/austen-3m.yaml parallel.tp=2 parallel.pp=2
+  python launch/pretrain.py recipes/austen-3m.yaml parallel.pp=4 --dry-run --world-size 4
+  python launch/pretrain.py --keys                                      every setting there is
+
+Several files and overrides are merged left to right.  The same command continues a run that was
+interrupted at any point; a finished run is left as it is.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pretrain.py",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("settings", nargs="*", metavar="FILE.yaml|key=value", help="recipes and overrides")
+    add("--dry-run", action="store_true", help="validate, print the plan, and stop")
+    add("--print-config", action="store_true", help="print the resolved config, and stop")
+    add("--keys", action="store_true", help="list every setting with default and meaning")
+    add("--world-size", type=int, metavar="N", help="processes to plan for (with --dry-run)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    try:
+        if options.keys:
+            return print_keys()
+        return start(options, argv)
+    except ValueError as error:
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def print_keys() -> int:
+    from pretrain.config import RunConfig
+    from pretrain.describe import describe
+
+    print(describe(RunConfig), end="")
+    return 0
+
+
+def start(options: argparse.Namespace, argv: list[str] | None) -> int:
+    if options.world_size is not None and not options.dry_run:
+        raise ValueError("--world-size only goes with --dry-run; torchrun sets it for a run")
+    overrides = [setting for setting in options.settings if "=" in setting]
+    files = [setting for setting in options.settings if "=" not in setting]
+    if not files:
+        raise ValueError("give at least one recipe file, for example recipes/austen-3m.yaml")
+
+    from pretrain.config import load_run_config
+    from pretrain.decode import dump_yaml
+
+    world_size = options.world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    config = load_run_config(files, overrides, world_size)
+    if options.print_config:
+        print(dump_yaml(config), end="")
+        return 0
+    if options.dry_run:
+        from pretrain.plan import describe_plan
+
+        print(describe_plan(config, world_size), end="")
+        return 0
+
+    from pretrain.run import run
+
+    return run(config, argv if argv is not None else sys.argv[1:])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,363 @@
+"""RunConfig: everything that defines a run, from YAML files and ``key=value`` overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from data_tools.manifest import Manifest
+from models.config import SIZES, ModelConfig
+from parallel.mesh import ParallelConfig, layout_problems
+
+from .decode import decode
+from .health import HealthConfig
+from .metrics import MetricsConfig
+from .objectives.base import OBJECTIVES
+from .objectives.causal import Causal
+from .schedule import ScheduleConfig
+from .yaml_text import (
+    COMMAND_LINE,
+    ConfigError,
+    Problem,
+    Tree,
+    combine,
+    load_yaml_files,
+    merge,
+    nearest,
+    parse_overrides,
+)
+
+Problems = list[tuple[str, str]]
+
+
+def _positive(config: Any, *names: str) -> Problems:
+    return [
+        (name, f"must be positive, got {getattr(config, name)}")
+        for name in names
+        if getattr(config, name) is not None and getattr(config, name) <= 0
+    ]
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One tokenised dataset and its share of a blend."""
+
+    path: str = field(default="", metadata={"help": "prefix of the .bin and .idx files"})
+    weight: float | None = field(
+        default=None, metadata={"help": "share of the blend; null for all: by size"}
+    )
+    max_epochs: float = field(
+        default=1.0, metadata={"help": "how often the source may be seen; more is an error"}
+    )
+
+    def problems(self) -> Problems:
+        found = _positive(self, "weight", "max_epochs")
+        return found if self.path else [*found, ("path", "is required")]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which tokens, in which order."""
+
+    train: tuple[SourceConfig, ...] = field(default=(), metadata={"help": "training sources"})
+    validation: tuple[SourceConfig, ...] = field(
+        default=(), metadata={"help": "validation sources; none = no evaluation"}
+    )
+    samples: Literal["windows", "packed"] = field(
+        default="windows",
+        metadata={"help": "fixed windows of the stream, or whole documents (prepare.py --pack)"},
+    )
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "tokenizer folder; null = beside the first source"}
+    )
+
+    def problems(self) -> Problems:
+        found: Problems = []
+        if not self.train:
+            found.append(("train", "at least one source is required"))
+        for name in ("train", "validation"):
+            weights = [source.weight for source in getattr(self, name)]
+            if any(w is None for w in weights) and any(w is not None for w in weights):
+                found.append((name, "give every source a weight, or none"))
+        return found
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        return Path(self.tokenizer) if self.tokenizer else Path(self.train[0].path).parent
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Length, batch and clipping."""
+
+    sequence_length: int = field(default=256, metadata={"help": "tokens the model sees at once"})
+    batch_tokens: int = field(
+        default=8192, metadata={"help": "tokens per optimizer step, over all ranks"}
+    )
+    micro_batch: int = field(
+        default=8, metadata={"help": "sequences per forward pass and data-parallel rank"}
+    )
+    steps: int | None = field(default=None, metadata={"help": "optimizer steps; or give tokens"})
+    tokens: float | None = field(default=None, metadata={"help": "tokens in all; or give steps"})
+    clip_norm: float | None = field(
+        default=1.0, metadata={"help": "largest global gradient norm; null = no clipping"}
+    )
+
+    def problems(self) -> Problems:
+        names = ("sequence_length", "batch_tokens", "micro_batch", "steps", "tokens", "clip_norm")
+        found = _positive(self, *names)
+        if (self.steps is None) == (self.tokens is None):
+            found.append(("steps", "give exactly one of steps and tokens"))
+        if not found and self.batch_tokens % self.sequence_length:
+            found.append(
+                ("batch_tokens", f"{self.batch_tokens} is not a multiple of sequence_length="
+                 f"{self.sequence_length}")
+            )  # fmt: skip
+        return found
+
+    @property
+    def batch(self) -> int:
+        """Sequences per step."""
+        return self.batch_tokens // self.sequence_length
+
+    @property
+    def total_steps(self) -> int:
+        if self.steps is not None:
+            return self.steps
+        assert self.tokens is not None
+        return max(1, round(self.tokens / self.batch_tokens))
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101)."""
+
+    lr: float = field(default=1e-3, metadata={"help": "peak learning rate"})
+    beta1: float = field(default=0.9, metadata={"help": "decay of the first moment"})
+    beta2: float = field(default=0.95, metadata={"help": "decay of the second moment"})
+    eps: float = field(default=1e-8, metadata={"help": "added to the root of the second moment"})
+    weight_decay: float = field(
+        default=0.1, metadata={"help": "decoupled decay of matrices; norms and biases have none"}
+    )
+    decay_embeddings: bool = field(
+        default=False, metadata={"help": "decay the token embedding (and a tied head) too"}
+    )
+
+    def problems(self) -> Problems:
+        found = _positive(self, "lr", "eps")
+        if self.weight_decay < 0:
+            found.append(("weight_decay", f"must not be negative, got {self.weight_decay}"))
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                found.append((name, f"must be in [0, 1), got {getattr(self, name)}"))
+        return found
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Stored weights, gradients and optimizer state; and what matrices are multiplied in."""
+
+    weights: Literal["float32", "float64"] = field(
+        default="float32", metadata={"help": "master weights, gradient reduction, AdamW state"}
+    )
+    compute: Literal["float32", "float64", "bfloat16"] = field(
+        default="float32", metadata={"help": "matrix products and attention"}
+    )
+
+    def problems(self) -> Problems:
+        allowed = {"float32": ("float32", "bfloat16"), "float64": ("float64",)}
+        if self.compute not in allowed[self.weights]:
+            return [("compute", f"{self.compute} does not go with weights={self.weights}")]
+        return []
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return getattr(torch, self.weights)  # type: ignore[no-any-return]
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """None when it is the weights' own."""
+        same = self.compute == self.weights
+        return None if same else getattr(torch, self.compute)
+
+
+@dataclass(frozen=True)
+class KernelsConfig:
+    """Which library computes what; ``launch/doctor.py`` tells what works here."""
+
+    attention: Literal["auto", "sdpa", "flex", "flash"] = field(
+        default="auto", metadata={"help": "auto: sdpa, and flex for documents on a GPU"}
+    )
+    optimizer: Literal["torch", "apex"] = field(
+        default="torch", metadata={"help": "AdamW of torch, or NVIDIA apex's FusedAdam"}
+    )
+    compile: bool = field(default=False, metadata={"help": "torch.compile every block"})
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Validation during training."""
+
+    every: int = field(default=100, metadata={"help": "steps between evaluations; 0 = at the end"})
+    sequences: int = field(
+        default=256, metadata={"help": "validation sequences; fewer where the set is smaller"}
+    )
+
+    def problems(self) -> Problems:
+        found = _positive(self, "sequences")
+        return found if self.every >= 0 else [*found, ("every", f"is negative: {self.every}")]
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the state of a run is saved, and where its weights come from."""
+
+    every: int = field(default=100, metadata={"help": "steps between checkpoints; 0 = at the end"})
+    keep_last: int = field(default=2, metadata={"help": "newest checkpoints kept"})
+    keep_every: int | None = field(
+        default=None, metadata={"help": "steps divisible by this are kept for good"}
+    )
+    asynchronous: bool = field(default=True, metadata={"help": "write while training goes on"})
+    init_from: str | None = field(
+        default=None,
+        metadata={"help": "start from these weights only: a checkpoint or run folder"},
+    )
+    allow: tuple[Literal["model", "objective", "data", "seed"], ...] = field(
+        default=(), metadata={"help": "resume although these parts changed"}
+    )
+
+    def problems(self) -> Problems:
+        found = _positive(self, "keep_last", "keep_every")
+        return found if self.every >= 0 else [*found, ("every", f"is negative: {self.every}")]
+
+
+@dataclass(frozen=True)
+class FinishConfig:
+    """What is made of a finished run."""
+
+    export: Literal["auto", "llama", "qwen3", "custom", "none"] = field(
+        default="auto", metadata={"help": "Hugging Face folder: auto = native where exact"}
+    )
+    prompt: str = field(default="", metadata={"help": "beginning of the text sample"})
+    sample_tokens: int = field(default=0, metadata={"help": "length of the text sample; 0 = none"})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run.  ``model.size`` in a file or override starts from a preset of the size ladder."""
+
+    name: str = field(default="run", metadata={"help": "folder of the run below runs_folder"})
+    runs_folder: str = field(default="runs", metadata={"help": "where run folders are made"})
+    seed: int = field(default=0, metadata={"help": "initial weights, data order, noise"})
+    device: Literal["auto", "cpu", "cuda"] = field(
+        default="auto", metadata={"help": "auto: cuda where there is one"}
+    )
+    deterministic: bool = field(
+        default=False, metadata={"help": "refuse kernels whose results vary from run to run"}
+    )
+    model: ModelConfig = ModelConfig()
+    objective: Any = field(
+        default=Causal.Config(), metadata={"registry": OBJECTIVES, "help": "what is learned"}
+    )
+    data: DataConfig = DataConfig()
+    training: TrainingConfig = TrainingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    kernels: KernelsConfig = KernelsConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    health: HealthConfig = HealthConfig()
+    finish: FinishConfig = FinishConfig()
+
+    def problems(self) -> Problems:
+        found: Problems = []
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            found.append(("name", f"must be a plain folder name, got {self.name!r}"))
+        if self.training.problems():
+            return found
+        for path, message in self.schedule.problems(self.training.total_steps):
+            found.append((f"schedule.{path}", message))
+        if self.data.samples == "packed" and getattr(self.objective, "documents", "") == "attend":
+            found.append(
+                ("objective.documents", "must be mask with data.samples=packed: packed documents"
+                 " are unrelated")
+            )  # fmt: skip
+        if self.kernels.attention == "flash" and getattr(self.objective, "documents", "") == "mask":
+            found.append(("kernels.attention", "flash has no document mask: use flex or sdpa"))
+        if self.finish.prompt and not self.finish.sample_tokens:
+            found.append(("finish.prompt", "is set but sample_tokens=0: it would be ignored"))
+        return found
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.runs_folder) / self.name
+
+    def run_problems(self, world_size: int) -> Problems:
+        """What is wrong about this config on ``world_size`` processes."""
+        training, parallel = self.training, self.parallel
+        found = layout_problems(parallel, self.model, world_size, training.sequence_length)
+        share = parallel.replicas(world_size) * parallel.fsdp * training.micro_batch
+        if training.batch % share:
+            found.append(
+                ("training.batch_tokens", f"{training.batch_tokens} tokens are {training.batch}"
+                 f" sequences, not a multiple of micro_batch·dp·fsdp = {share}")
+            )  # fmt: skip
+        return found
+
+
+def expand_size(tree: Tree) -> Tree:
+    """Replace ``model.size`` by the preset's keys, under everything else that is given."""
+    model = tree.get("model")
+    if not isinstance(model, dict) or "size" not in model:
+        return tree
+    rest = {key: value for key, value in model.items() if key != "size"}
+    size = str(model["size"]).lower()
+    if size not in SIZES:
+        hint = nearest(size, SIZES)
+        text = f"given {model['size']!r}; allowed are {', '.join(SIZES)}{hint}"
+        raise ConfigError([Problem("model.size", text, "")])
+    return {**tree, "model": merge(SIZES[size], rest)}
+
+
+def fill_vocabulary(tree: Tree) -> Tree:
+    """``model.vocab_size`` left out: the tokenizer's, as the first training source records it."""
+    model = tree.get("model") or {}
+    sources = (tree.get("data") or {}).get("train") or []
+    if not isinstance(model, dict) or "vocab_size" in model or not isinstance(sources, list):
+        return tree
+    first = sources[0] if sources else None
+    path = first.get("path") if isinstance(first, dict) else None
+    if not path:
+        return tree
+    try:
+        size = Manifest.load(path).tokenizer["vocab_size"]
+    except ValueError as error:
+        text = f"{error}; make the dataset with launch/prepare.py"
+        raise ConfigError([Problem("data.train[0].path", text, "")]) from None
+    return {**tree, "model": {**model, "vocab_size": size}}
+
+
+def load_run_config(
+    paths: Iterable[str | Path], overrides: Iterable[str], world_size: int | None
+) -> RunConfig:
+    """The run that files and overrides describe, checked against ``world_size`` processes (None:
+    not checked).  ``ConfigError`` lists every problem."""
+    layers = [*load_yaml_files(paths).items(), (COMMAND_LINE, parse_overrides(overrides))]
+    tree, sources = combine(layers)
+    config = decode(RunConfig, fill_vocabulary(expand_size(tree)), sources=sources)
+    if world_size is not None:
+        check_run(config, world_size)
+    return config
+
+
+def check_run(config: RunConfig, world_size: int) -> None:
+    problems = config.run_problems(world_size)
+    if problems:
+        raise ConfigError([Problem(path, message, "") for path, message in problems])

@@ -1,0 +1,230 @@
+"""The training loop, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from models.flops import training_flops_per_token, unit_sizes
+from parallel.apply import BuildOptions
+from parallel.checkpoint import CheckpointManager
+from parallel.fingerprint import weights_hash
+from parallel.gradients import clip_gradients, gradient_norm
+from parallel.mesh import build_mesh
+
+from .config import RunConfig
+from .data import Batches, Prefetcher, build_blend, check_vocabulary, data_fingerprint
+from .engine import build_engine
+from .evaluate import Evaluator
+from .health import Decision, HealthLog, HealthMonitor
+from .metrics import MetricLogger
+from .objectives.base import build_objective
+from .optimizer import ShardedAdamW
+from .run_folder import RunFolder, write_json
+from .schedule import learning_rate_factor
+from .state import RunState
+from .throughput import Throughput, memory_report
+
+Outcome = Literal["finished", "preempted", "failed"]
+
+
+class StopRequest:
+    """Remembers a signal until the step boundary; all ranks agree on stopping there."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+    def __init__(self) -> None:
+        self.received = 0
+        for number in self.SIGNALS:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.received == number == signal.SIGINT:
+            raise KeyboardInterrupt  # a second Ctrl-C does not wait for the step
+        self.received = number
+
+    def agreed(self, all_reduce_max: Callable[[float], float]) -> bool:
+        return all_reduce_max(float(self.received)) > 0
+
+
+def choose_device(config: RunConfig) -> torch.device:
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("device=cuda, but torch finds no CUDA device")
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+class Trainer:
+    """One run on this rank.  Building it does everything that can fail for the user's reasons."""
+
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.config = config
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.folder = RunFolder(config.folder)
+        self.total_steps = config.training.total_steps
+        check_vocabulary(config)
+        self.objective = build_objective(config.objective)
+        mesh = build_mesh(config.parallel, device)
+        blend = build_blend(
+            config.data, config.data.train, config.training.sequence_length, config.seed,
+            self.total_steps * config.training.batch,
+        )  # fmt: skip
+        micro = config.training.micro_batch
+        self.batches = Batches(blend, self.objective, micro, mesh.data_rank, mesh.data_size, device)
+        options = BuildOptions(
+            dtype=config.precision.weight_dtype,
+            compute_dtype=config.precision.compute_dtype,
+            seed=config.seed,
+            attention_backend=config.kernels.attention,
+            compile=config.kernels.compile,
+        )
+        self.engine = build_engine(
+            config.model, config.parallel, mesh, options, config.training.sequence_length
+        )
+        self.model = self.engine.model
+        self.evaluator = Evaluator(config, self.engine, self.objective)
+        self.optimizer = ShardedAdamW(self.model, config.optimizer, config.kernels.optimizer)
+        self.health = HealthMonitor(config.health, self.all_reduce_max)
+        self.stop = StopRequest()
+        group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self.checkpoints = CheckpointManager(
+            self.folder.checkpoints,
+            keep_last=config.checkpoint.keep_last,
+            keep_every=config.checkpoint.keep_every,
+            asynchronous=config.checkpoint.asynchronous,
+            process_group=group,
+        )
+        self.state = RunState(config, data_fingerprint(config), self.model, self.optimizer)
+        self.resume_note = self.state.start(self.checkpoints, self.health)
+        self._write_fingerprints()
+
+    def all_reduce_max(self, value: float) -> float:
+        if not dist.is_initialized():
+            return value
+        packed = torch.tensor(value, dtype=torch.float64, device=self.model.mesh.device)
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+        return float(packed)
+
+    def _write_fingerprints(self) -> None:
+        """What a run started from; kept from the first start on."""
+        if self.state.step == 0:
+            init_hash = weights_hash(self.model)
+            if self.rank == 0:
+                sizes = unit_sizes(self.config.model, 1).values()
+                content = {
+                    "init_hash": init_hash,
+                    "data_hash": self.state.data_fingerprint,
+                    "parameters": sum(size.parameters for size in sizes),
+                }
+                write_json(self.folder.fingerprints, content)
+
+    def run(self) -> Outcome:
+        """Train to the end, or to the next step boundary after a signal."""
+        self.logger = self._logger()
+        self.logger.announce(self.resume_note)
+        self.health_log = HealthLog(self.folder) if self.rank == 0 else None
+        self.meter = self._throughput()
+        batch = self.config.training.batch
+        prefetcher = Prefetcher(self.batches, batch)
+        outcome: Outcome = "finished"
+        while self.state.step < self.total_steps:
+            with self.meter.waiting_for_data():
+                more = self.state.step + 1 < self.total_steps
+                micro_batches = prefetcher.take(self.state.samples, more)
+            decision = self._step(micro_batches)
+            if decision.action == "stop":
+                outcome = "failed"
+                break
+            stopping = self.stop.agreed(self.all_reduce_max)
+            with self.meter.excluded():
+                self._evaluate_and_save(stopping)
+            if stopping and self.state.step < self.total_steps:
+                outcome = "preempted"
+                break
+        prefetcher.close()
+        self.checkpoints.close()
+        self.logger.close()
+        return outcome
+
+    def _step(self, micro_batches: list[Any]) -> Decision:
+        """Forward, backward, judgement, update; the state moves on by one step."""
+        config, state = self.config, self.state
+        number = state.step + 1
+        result = self.engine.forward_backward(micro_batches, self.objective)
+        norm = gradient_norm(self.model)
+        decision = self.health.check(number, result.losses[self.objective.primary], float(norm))
+        factor = learning_rate_factor(config.schedule, state.step, self.total_steps)
+        lr = config.optimizer.lr * factor
+        if decision.takes_step:
+            if config.training.clip_norm is not None:
+                clip_gradients(self.model, norm, config.training.clip_norm)
+            self.optimizer.step(lr)
+        self.meter.step(tokens=config.training.batch_tokens, samples=config.training.batch)
+        figures = {
+            "loss/train": result.losses[self.objective.primary],
+            **{f"loss/{n}": v for n, v in result.losses.items() if n != self.objective.primary},
+            "optim/grad_norm": float(norm),
+            "optim/lr": lr,
+        }
+        self._log(number, figures, decision)
+        if decision.action != "stop":
+            state.step, state.samples = number, state.samples + config.training.batch
+        return decision
+
+    def _log(self, number: int, figures: dict[str, float], decision: Decision) -> None:
+        if decision.reason and self.health_log is not None:
+            first, count = self.state.samples, self.config.training.batch
+            figures |= self.health_log.record(
+                number, decision, loss=figures["loss/train"], grad_norm=figures["optim/grad_norm"],
+                first_sample=first, last_sample=first + count - 1,
+            )  # fmt: skip
+        if self.logger.due(number) or decision.reason:
+            figures |= self.meter.report() | memory_report(self.model.mesh.device.type)
+            self.logger.log_step(number, figures, note=decision.reason)
+
+    def _evaluate_and_save(self, stopping: bool) -> None:
+        step, last = self.state.step, self.state.step == self.total_steps
+        every = self.config.evaluation.every
+        if last or (every and step % every == 0):
+            figures = self.evaluator.run()
+            if figures:
+                self.logger.log_evaluation(step, figures)
+        every = self.config.checkpoint.every
+        if last or stopping or (every and step % every == 0):
+            self.state.save(self.checkpoints, self.health)
+
+    def _logger(self) -> MetricLogger:
+        return MetricLogger(
+            self.folder,
+            self.config.metrics,
+            is_main_rank=self.rank == 0,
+            total_steps=self.total_steps,
+            rank=self.rank,
+            resumed_from=self.state.step,
+            loss_is_bound=self.objective.is_bound,
+            run_config=self.state.encoded,
+        )
+
+    def _throughput(self) -> Throughput:
+        config = self.config
+        sizes = unit_sizes(config.model, config.training.sequence_length)
+        inner = sum(s.parameters for name, s in sizes.items() if name not in ("embedding", "head"))
+        return Throughput(
+            total_tokens=self.total_steps * config.training.batch_tokens,
+            flops_per_token=training_flops_per_token(config.model, config.training.sequence_length),
+            non_embedding_parameters=inner,
+            devices=dist.get_world_size() if dist.is_initialized() else 1,
+            peak_tflops=config.metrics.peak_tflops,
+            tokens=self.state.samples * config.training.sequence_length,
+            samples=self.state.samples,
+        )
