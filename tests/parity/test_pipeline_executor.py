@@ -188,13 +188,16 @@ class SkipsABackward(ToyStage):
 
 
 class Identity(ToyStage):
-    """Hands its own input on, and the gradient it was given back."""
+    """Hands its own input on, and the gradient it was given back; stage 0 is slow to take it."""
 
     def forward(self, microbatch: int, x: Any) -> Any:
         return x if self.stage == 1 else super().forward(microbatch, x)
 
     def backward(self, microbatch: int, grad_output: Any) -> Any:
-        return grad_output if self.stage == 1 else super().backward(microbatch, grad_output)
+        if self.stage == 1:
+            return grad_output
+        time.sleep(0.01 if self.stage == 0 else 0)
+        return super().backward(microbatch, grad_output)
 
 
 class Slow(ToyStage):
@@ -210,13 +213,18 @@ class Slow(ToyStage):
 
 
 def run_stages(
-    rank: int, world: int, schedule: Schedule, make: Callable[[Placement, int], ToyStage], runs: int
+    rank: int,
+    world: int,
+    schedule: Schedule,
+    make: Callable[[Placement, int], ToyStage],
+    runs: int,
+    send_window: int = 1,
 ) -> list[Outcome]:
     random.seed(rank)
     links = create_links(schedule, [range(world)])
     outcomes = []
     stages = {s: make(schedule.placement, s) for s in schedule.placement.stages_of(rank)}
-    executor = Executor(schedule, stages, links, timeout=30, prefetch=1, send_window=1)
+    executor = Executor(schedule, stages, links, timeout=30, prefetch=1, send_window=send_window)
     for _ in range(runs):
         clear(stages.values())
         executor.run()
@@ -235,8 +243,8 @@ def test_the_comparison_sees_a_dropped_layer_and_a_skipped_backward(wrong: type)
 def test_a_stage_that_hands_its_buffers_on() -> None:
     """A recycled buffer must not be one that is still being sent."""
     placement = read_layout("Et|t|tL", 3)
-    schedule = make_schedule("1f1b", placement, 9)
-    results = run_ranks(3, run_stages, schedule, Identity, 3)
+    schedule = make_schedule("gpipe", placement, 9)
+    results = run_ranks(3, run_stages, schedule, Identity, 3, 9)
     # The same network without block 1: blocks 0 and 2 in one process.
     first, last = ToyStage(placement, 0), ToyStage(placement, 2)
     for mb in range(9):
