@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,25 +126,33 @@ def test_weights_alone_can_be_loaded(tmp_path):
     assert weights["model/weight"].unique().tolist() == [5]
 
 
+class HeldManager(CheckpointManager):
+    """Writes in the background only when told to."""
+
+    go = threading.Event()
+
+    def _write(self, *arguments) -> None:
+        assert self.go.wait(30)
+        super()._write(*arguments)
+
+
 def test_asynchronous_saves_hold_the_moment_of_the_call(tmp_path):
-    with contextlib.closing(manager(tmp_path, asynchronous=True)) as checkpoints:
-        tensors = state(0, rows=100_000)  # 50 MB: still being written when save returns
-        metadata = {"value": 0}
-        for step in (1, 2, 3):
-            for tensor in tensors.values():
-                tensor.fill_(step)
-            metadata["value"] = step
-            checkpoints.save(step, tensors, metadata)
-        in_flight = latest_step(tmp_path)
+    checkpoints = HeldManager(tmp_path, keep_last=3, asynchronous=True)
+    tensors, metadata = state(0), {"value": 0}
+    for step in (1, 2, 3):
+        for tensor in tensors.values():
+            tensor.fill_(step)
+        metadata["value"] = step
+        checkpoints.wait()
+        checkpoints.go.clear()
+        checkpoints.save(step, tensors, metadata)
         for tensor in tensors.values():
             tensor.fill_(-7)
         metadata["value"] = -7
-        checkpoints.wait()
-        assert in_flight == 2, "the last save was over before the tensors changed"
-        for step in (2, 3):
-            loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-            assert checkpoints.load(step, loaded).metadata == {"value": step}
-            assert all(t.unique().tolist() == [step] for t in loaded.values())
+        assert step not in checkpoints.list()
+        checkpoints.go.set()
+    checkpoints.close()
+    assert [consistent_value(tmp_path, step) for step in (1, 2, 3)] == [1, 2, 3]
 
 
 # ---------------------------------------------------------------------------------- retention
@@ -332,8 +341,8 @@ def _save_in_a_loop(root: str, asynchronous: bool, sender) -> None:
     while True:
         step += 1
         checkpoints.save(step, state(step), {"value": step})
-        if not asynchronous:
-            sender.send(step)
+        # An asynchronous save has waited for the one before it.
+        sender.send(step - 1 if asynchronous else step)
 
 
 def test_twenty_random_kills(tmp_path):
@@ -348,8 +357,9 @@ def test_twenty_random_kills(tmp_path):
         )
         child.start()
         sender.close()
-        reported = receiver.recv()
-        time.sleep(moments.uniform(0, 0.15))
+        for _ in range(moments.randint(2, 5)):
+            reported = receiver.recv()
+        time.sleep(moments.uniform(0, 0.02))
         child.kill()
         child.join()
         with contextlib.suppress(EOFError):
@@ -363,7 +373,7 @@ def test_twenty_random_kills(tmp_path):
     assert inside_a_write >= 5, "too few kills fell into a write to prove anything"
     with contextlib.closing(manager(tmp_path)) as checkpoints:
         assert asides(tmp_path) == []
-        assert checkpoints.latest() == step > 20
+        assert checkpoints.latest() == step >= 10  # one for each synchronous child at least
 
 
 FILE_EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
