@@ -151,6 +151,10 @@ class PackedSampler:
         self._pieces, self._bins = load_packing(reader, sequence_length)
         self.num_samples = len(self._bins) - 1
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickling a mapped array would copy the whole index.
+        return (type(self), (self.reader, self.sequence_length, self.seed))
+
     def sample(self, k: int) -> Sample:
         epoch, k = divmod(k, self.num_samples)
         pack = permute(k, self.num_samples, (self.seed, "packs", epoch))
@@ -253,11 +257,12 @@ class Blend:
 
     def _block(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Samples that each source gave before a block, and the ends of their slots in it."""
-        if self._last_block is None or self._last_block[0] != number:
+        last = self._last_block  # read once: other threads may replace it
+        if last is None or last[0] != number:
             before = self._shares(number * self.block)
             quotas = self._shares((number + 1) * self.block) - before
-            self._last_block = (number, before, np.cumsum(quotas))
-        return self._last_block[1:]
+            last = self._last_block = (number, before, np.cumsum(quotas))
+        return last[1:]
 
     def _place(self, number: int, slots: Index) -> Index:
         return permute(slots, self.block, (self.seed, "blend", number))

@@ -47,6 +47,16 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype(np.uint16 if vocab_size < 65_500 else np.int32)
 
 
+def map_tokens(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    """The tokens of a non-empty file, [tokens], memory mapped and read-only."""
+    with open(path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    # Reads come in random order: reading ahead would cost 100 times the read itself (cold).
+    if hasattr(mmap, "MADV_RANDOM"):
+        mapped.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(mapped, dtype)
+
+
 class IndexedWriter:
     """Writes a `.bin`/`.idx` pair that appears complete or not at all.
 
@@ -180,18 +190,10 @@ class IndexedReader:
         if size == 0:
             raise DatasetError(f"{bin_path}: holds no tokens")
         self.num_tokens = size // self.dtype.itemsize
-        self._tokens = self._map_tokens(bin_path)
+        self._tokens = map_tokens(bin_path, self.dtype)
         self._starts = self._document_starts(idx_path, documents)
         self.num_documents = len(self._starts)
         self._check_manifest()
-
-    def _map_tokens(self, path: Path) -> np.ndarray:
-        with open(path, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        # Samples are read in random order: reading ahead costs 100 times the read itself (cold).
-        if hasattr(mmap, "MADV_RANDOM"):
-            mapped.madvise(mmap.MADV_RANDOM)
-        return np.frombuffer(mapped, self.dtype)
 
     def _check_manifest(self) -> None:
         """A pair that was replaced without its manifest is found by its size, at no cost."""

@@ -24,7 +24,7 @@ import numpy as np
 
 from data_tools import corpus
 from data_tools.corpus import ReadOptions
-from data_tools.indexed import token_dtype
+from data_tools.indexed import map_tokens, token_dtype
 from data_tools.manifest import write_array
 from data_tools.tokenizers import TextTokenizer, load_tokenizer
 
@@ -228,5 +228,5 @@ def gather(shards: Path, count: int, dtype: np.dtype) -> tuple[np.ndarray, np.nd
             os.fsync(target.fileno())
             path.unlink()
     assert joined.stat().st_size == ends[-1]
-    tokens = np.memmap(joined, dtype, mode="r") if ends[-1] else np.empty(0, dtype)
-    return tokens.view(np.ndarray), np.concatenate(parts)
+    tokens = map_tokens(joined, dtype) if ends[-1] else np.empty(0, dtype)
+    return tokens, np.concatenate(parts)

@@ -166,9 +166,15 @@ def explain(request: Request, options: argparse.Namespace, workers: int) -> None
     )
 
 
+def available_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def run(argv: list[str] | None) -> None:
     options = parser().parse_args(argv)
-    workers = options.workers if options.workers is not None else len(os.sched_getaffinity(0))
+    workers = options.workers if options.workers is not None else available_cores()
     if workers < 1:
         raise PrepareError(f"--workers {workers} must be at least 1")
     if options.pack is not None and options.pack < 1:

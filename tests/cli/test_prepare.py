@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,6 +239,29 @@ def test_full_disk_is_reported_and_cleaned_up(
     assert run(*arguments) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter(range(0, 1000, 6))
+    monkeypatch.setattr(prepare.time, "monotonic", lambda: next(clock))
+    with prepare.show_progress(8_000_000) as advance:
+        for _ in range(4):
+            advance(2_000_000)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["encoded 4.0 of 8.0 MB, 0.3 MB/s", "encoded 8.0 of 8.0 MB, 0.3 MB/s"]
+
+    monkeypatch.undo()
+    main, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 80))
+    with open(terminal, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with prepare.show_progress(8_000_000) as advance:
+            advance(8_000_000)
+        monkeypatch.undo()
+    assert b"100%" in os.read(main, 4096)
+    os.close(main)
 
 
 def descendants(pid: int) -> set[int]:

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import pickle
 import time
 import tracemalloc
 from pathlib import Path
@@ -255,6 +256,18 @@ def test_packing_keeps_every_label_once(tmp_path: Path, sequence_length: int) ->
     firsts = set(np.cumsum([0, *lengths])[:-1].tolist())
     assert sorted(labels) == [t for t in range(sum(lengths)) if t not in firsts]
     assert filled == described["padding"]
+
+
+def test_samplers_can_be_sent_to_worker_processes(tmp_path: Path) -> None:
+    reader = dataset(tmp_path / "d", [3, 1000, 5])
+    write_packing(tmp_path / "d", 8)
+    sources = [WindowSampler(reader, 8, seed=1), PackedSampler(reader, 8, seed=1)]
+    blend = Blend(sources, [1, 1], seed=0)
+    data = pickle.dumps(blend)
+    assert len(data) < 2000  # paths and counts, not the mapped data
+    copy = pickle.loads(data)
+    for k in range(0, blend.num_samples, 7):
+        assert np.array_equal(copy.sample(k).tokens, blend.sample(k).tokens)
 
 
 def test_packing_is_tight_and_equal_to_best_fit_decreasing() -> None:

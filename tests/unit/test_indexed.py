@@ -50,6 +50,8 @@ def test_independent_reader_finds_what_was_written(tmp_path: Path, dtype: type, 
     assert documents == tuple(range(len(DOCUMENTS) + 1))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")
+@pytest.mark.filterwarnings("ignore::UserWarning:megatron")
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 def test_bytes_equal_megatron_core_both_ways(tmp_path: Path, dtype: type) -> None:
     megatron = pytest.importorskip(
@@ -74,6 +76,7 @@ def test_bytes_equal_megatron_core_both_ways(tmp_path: Path, dtype: type) -> Non
     assert reader.lengths.tolist() == [len(d) for d in DOCUMENTS]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron")
 def test_megatron_documents_of_several_sequences_and_of_none(tmp_path: Path) -> None:
     # Sentence-split files have several sequences per document; an empty text leaves a document
     # without any. Boundaries must follow documents, and an empty one must not shift the rest.
