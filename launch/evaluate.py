@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_args(argv)
+    options = parser().parse_intermixed_args(argv)
     try:
         figures = evaluate(options)
     except ValueError as error:

@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_args(argv)
+    options = parser().parse_intermixed_args(argv)
     try:
         if options.keys:
             return print_keys()

@@ -93,8 +93,10 @@ def build_parallel_model(
     stage_units: Sequence[Sequence[str]] | None = None,
     hosts: dict[str, tuple[int, ...]] | None = None,
 ) -> ParallelModel:
-    """Build, shard and initialise.  ``stage_units``: unit names of each stage of this rank (default:
-    one stage with everything).  Binds the collectives seam to this mesh."""
+    """Build, shard and initialise; binds the collectives seam to this mesh.
+
+    ``stage_units``: unit names of each stage of this rank (default: one stage with everything).
+    """
     bind(mesh_axes(mesh, parallel.sp))
     units = stage_units if stage_units is not None else [unit_names(config)]
     with torch.device("meta"):
@@ -141,7 +143,7 @@ def apply_recompute(block: nn.Module, mode: Recompute) -> None:
     if mode == "none":
         return
     inner = type(block).forward
-    extra = {}
+    extra: dict[str, Any] = {}
     if mode == "selective":
         extra["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_matrix_products)
 
@@ -187,7 +189,7 @@ def apply_fully_shard(
 
 def sharded_units(stage: Transformer) -> list[FSDPModule]:
     """The fully sharded roots of a stage, in execution order."""
-    units = [stage.embedding, *stage.blocks.values(), stage.head]
+    units: list[Any] = [stage.embedding, *stage.blocks.values(), stage.head]
     return [unit for unit in units if isinstance(unit, FSDPModule)]
 
 

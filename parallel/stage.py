@@ -1,4 +1,4 @@
-"""One pipeline stage: a part of the model, its micro-batches, and how they run forward and backward.
+"""One pipeline stage: a part of the model and its micro-batches, run forward and backward.
 
 The executor drives stages through ``forward`` and ``backward``; a model without pipeline
 parallelism is one stage that owns every unit.

@@ -176,7 +176,8 @@ class PrecisionConfig:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        return getattr(torch, self.weights)  # type: ignore[no-any-return]
+        dtype: torch.dtype = getattr(torch, self.weights)
+        return dtype
 
     @property
     def compute_dtype(self) -> torch.dtype | None:

@@ -29,7 +29,8 @@ class Objective(Protocol):
         self, tokens: Tensor, documents: Tensor | None, sample_indices: Sequence[int]
     ) -> MicroBatch:
         """Tokens int64 [B, S+1] (one more than the model sees), the document number of each token
-        [B, S+1] (negative on padding) or None, and the global sample indices (noise depends on nothing else)."""
+        [B, S+1] (negative on padding) or None, and the global sample indices (noise depends on
+        nothing else)."""
         ...
 
     def counts(self, batches: Sequence[MicroBatch]) -> dict[str, int]:

@@ -8,7 +8,7 @@ every whole gradient.  The reference is the same model in one process on the und
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,8 +48,7 @@ class Case:
     micro_batches: int = 1  # per data rank
     sequences: int = 12  # in the global batch
     dtype: torch.dtype = torch.float64
-    steps: int = 0  # optimizer steps after the gradient comparison
-    sabotage: Callable[[Engine], None] | None = field(default=None, compare=False)
+    sabotage: Callable[[Engine], None] | None = None
 
     def reference(self) -> Case:
         return replace(self, world=1, parallel=ParallelConfig(), micro_batches=1, sabotage=None)

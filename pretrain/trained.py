@@ -1,0 +1,319 @@
+"""Find and open a trained model: a run folder, a checkpoint, or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.hf_names import CUSTOM_TARGET, from_hf, model_config_from_hf, target_of
+from models.transformer import Transformer
+from parallel.checkpoint_format import (
+    MANIFEST,
+    Manifest,
+    StoredCheckpoint,
+    latest_step,
+    list_steps,
+    open_checkpoint,
+    step_name,
+)
+from pretrain.decode import decode
+
+DEFAULT_LENGTH = 2048  # of a model whose training length nobody wrote down
+_WEIGHTS = "model/"
+_INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+_CONSTANT = "rotary_emb.inv_freq"  # old files store this table as if it were a weight
+
+
+class TrainedModelError(ValueError):
+    """There is no usable trained model; the text says where and why."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """An opened model.  ``weights``: logical name -> full tensor on the CPU, read when asked for.
+
+    path: the step or Hugging Face folder.  tokenizer: a folder that should hold the tokenizer, or
+    None.  sequence_length: tokens per sequence in training.
+    """
+
+    path: Path
+    config: ModelConfig
+    weights: Mapping[str, Tensor]
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]
+    sequence_length: int
+    tokenizer: Path | None
+
+
+def open_trained(path: str | Path, step: int | None = None) -> TrainedModel:
+    """Open a run folder, a folder of checkpoints, one checkpoint, or a Hugging Face folder.
+
+    Raises TrainedModelError, CheckpointError (files damaged) or ConfigError.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise TrainedModelError(f"{path}: no such folder")
+    if (path / "config.json").is_file() and not (path / MANIFEST).is_file():
+        if step is not None:
+            raise TrainedModelError(f"{path} is a Hugging Face folder, which has no steps")
+        return _open_hugging_face(path)
+    return _open_checkpoint(find_checkpoint(path, step))
+
+
+def find_checkpoint(path: Path, step: int | None) -> Path:
+    """The step folder meant by ``path``: itself, or the given or latest step below it."""
+    if (path / MANIFEST).is_file():
+        if step is not None and path.name != step_name(step):
+            raise TrainedModelError(f"{path} is one checkpoint, and not of step {step}")
+        return path
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    steps = list_steps(root)
+    if not steps:
+        raise TrainedModelError(
+            f"{path}: neither a run folder with a complete checkpoint, nor a checkpoint, nor a "
+            "Hugging Face folder"
+        )
+    wanted = latest_step(root) if step is None else step
+    assert wanted is not None
+    if wanted not in steps:
+        complete = ", ".join(map(str, steps))
+        raise TrainedModelError(f"{root} has no complete step {wanted}; complete steps: {complete}")
+    return root / step_name(wanted)
+
+
+# --------------------------------------------------------------------------- own checkpoints
+
+
+class _ModelTensors(Mapping[str, Tensor]):
+    """The ``model/`` names of a checkpoint, without that prefix."""
+
+    def __init__(self, checkpoint: StoredCheckpoint) -> None:
+        self.checkpoint = checkpoint
+        saved = checkpoint.manifest.tensors
+        self.infos = {
+            name.removeprefix(_WEIGHTS): info
+            for name, info in saved.items()
+            if name.startswith(_WEIGHTS)
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.checkpoint[_WEIGHTS + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.infos)
+
+    def __len__(self) -> int:
+        return len(self.infos)
+
+
+def _open_checkpoint(folder: Path) -> TrainedModel:
+    checkpoint = open_checkpoint(folder)
+    model, length, tokenizer = training_facts(checkpoint.manifest, folder)
+    tensors = _ModelTensors(checkpoint)
+    return TrainedModel(
+        path=folder,
+        config=decode(ModelConfig, model),
+        weights=tensors,
+        shapes={name: info.shape for name, info in tensors.infos.items()},
+        dtypes={name: info.dtype for name, info in tensors.infos.items()},
+        sequence_length=length,
+        tokenizer=tokenizer,
+    )
+
+
+def training_facts(manifest: Manifest, folder: Path) -> tuple[dict[str, Any], int, Path | None]:
+    """(model config tree, training sequence length, tokenizer folder) of a checkpoint.
+
+    The only place that knows how a run describes itself in its checkpoints.
+    """
+    run = manifest.metadata.get("config")
+    if not isinstance(run, dict) or not isinstance(run.get("model"), dict):
+        raise TrainedModelError(f"{folder}: its metadata has no model configuration")
+    length = (run.get("training") or {}).get("sequence_length") or DEFAULT_LENGTH
+    data = run.get("data") or {}
+    sources = [source["path"] for source in data.get("train") or [] if source.get("path")]
+    places = [folder.parent.parent, folder.parent]
+    places += [Path(data["tokenizer"])] if data.get("tokenizer") else []
+    places += [Path(source).parent for source in sources[:1]]
+    found = [place for place in places if holds_tokenizer(place)]
+    return run["model"], length, found[0] if found else None
+
+
+def holds_tokenizer(place: Path) -> bool:
+    return place.is_file() if place.suffix == ".json" else (place / "tokenizer.json").is_file()
+
+
+# ----------------------------------------------------------------------- Hugging Face folders
+
+
+class HuggingFaceTensors(Mapping[str, Tensor]):
+    """Logical name -> tensor of a folder of safetensors files, unpadded, mapped into memory.
+
+    A stored copy of a tied head is checked against the embedding and left out.
+    """
+
+    def __init__(self, folder: Path, target: str, tied: bool) -> None:
+        self.folder = folder
+        self._place: dict[str, tuple[str, str]] = {}  # logical name -> (file, stored name)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        problems = []
+        for stored, file in sorted(_weight_map(folder).items()):
+            if stored.endswith(_CONSTANT):
+                continue
+            try:
+                self._place[from_hf(stored, target)] = file, stored
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise TrainedModelError(f"{folder}: {'; '.join(problems[:10])}")
+        for name, (file, stored) in self._place.items():
+            piece = self._open(file).get_slice(stored)
+            self.shapes[name] = tuple(piece.get_shape())
+            self.dtypes[name] = _DTYPES.get(piece.get_dtype(), piece.get_dtype())
+        if tied and "head.weight" in self._place:
+            if not torch.equal(self["head.weight"], self["embedding.weight"]):
+                raise TrainedModelError(
+                    f"{folder}: config.json ties the head to the embedding, but their weights differ"
+                )
+            for table in (self._place, self.shapes, self.dtypes):
+                del table["head.weight"]  # type: ignore[attr-defined]
+
+    def _open(self, file: str) -> Any:
+        try:
+            return safe_open(self.folder / file, framework="pt", device="cpu")
+        except (OSError, SafetensorError) as error:
+            raise TrainedModelError(f"{self.folder / file} cannot be read: {error}") from None
+
+    def __getitem__(self, name: str) -> Tensor:
+        file, stored = self._place[name]
+        tensor: Tensor = self._open(file).get_tensor(stored)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._place)
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Stored name -> file."""
+    if (folder / _INDEX).is_file():
+        found: dict[str, str] = read_json(folder / _INDEX)["weight_map"]
+        return found
+    if not (folder / _WHOLE).is_file():
+        raise TrainedModelError(f"{folder}: no {_WHOLE} and no {_INDEX}; other formats are not read")
+    try:
+        with safe_open(folder / _WHOLE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), _WHOLE)  # noqa: SIM118
+    except SafetensorError as error:
+        raise TrainedModelError(f"{folder / _WHOLE} cannot be read: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TrainedModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise TrainedModelError(f"{path} is not a JSON object")
+    return content
+
+
+def _open_hugging_face(folder: Path) -> TrainedModel:
+    content = read_json(folder / "config.json")
+    try:
+        config = decode(ModelConfig, model_config_from_hf(content))
+        target = target_of(content)
+    except (ValueError, KeyError) as error:
+        raise TrainedModelError(f"{folder}: {error}") from None
+    tensors = HuggingFaceTensors(folder, target, config.tie_embeddings)
+    check_names(tensors.shapes, expected_shapes(config, padded=False), folder)
+    return TrainedModel(
+        path=folder,
+        config=config,
+        weights=tensors,
+        shapes=tensors.shapes,
+        dtypes=tensors.dtypes,
+        sequence_length=content.get("max_position_embeddings") or DEFAULT_LENGTH,
+        tokenizer=folder if holds_tokenizer(folder) else None,
+    )
+
+
+# ------------------------------------------------------------------------------ both of them
+
+
+def expected_shapes(config: ModelConfig, *, padded: bool) -> dict[str, tuple[int, ...]]:
+    """Logical name -> shape of every parameter, with or without vocabulary padding."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if not padded:
+        for name in ("embedding.weight", "head.weight"):
+            if name in shapes:
+                shapes[name] = (config.vocab_size, *shapes[name][1:])
+    return shapes
+
+
+def check_names(
+    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], place: Path | str
+) -> None:
+    """TrainedModelError unless exactly the expected tensors are there, in the expected shapes."""
+    problems = []
+    for title, names in (
+        ("missing", sorted(expected.keys() - found.keys())),
+        ("not in the model", sorted(found.keys() - expected.keys())),
+    ):
+        if names:
+            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            problems.append(f"{title} ({len(names)}): {shown}")
+    problems += [
+        f"{name} has shape {list(found[name])}, not {list(expected[name])}"
+        for name in sorted(expected.keys() & found.keys())
+        if tuple(found[name]) != tuple(expected[name])
+    ]
+    if problems:
+        raise TrainedModelError(f"{place} does not fit its configuration: {'; '.join(problems)}")
+
+
+def build_model(
+    trained: TrainedModel,
+    dtype: torch.dtype = torch.float32,
+    *,
+    rounded_to: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> Transformer:
+    """The model with its weights, one tensor at a time; padding rows are zero.
+
+    rounded_to: pass every weight through this dtype first.
+    """
+    with torch.device("meta"):
+        model = Transformer(trained.config)
+    check_stored = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    model = model.to_empty(device=device).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            tensor = trained.weights[name]
+            rows = tensor.shape[0]
+            wrong = tensor.shape[1:] != parameter.shape[1:] or rows > parameter.shape[0]
+            if wrong:
+                raise TrainedModelError(
+                    f"{trained.path}: {name} has shape {list(tensor.shape)}, not "
+                    f"{list(check_stored[name])}"
+                )
+            parameter.zero_()
+            parameter[:rows] = tensor if rounded_to is None else tensor.to(rounded_to)
+    return model.eval()

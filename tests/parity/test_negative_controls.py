@@ -1,0 +1,115 @@
+"""Break a layout on purpose: the parity comparison must object.
+
+Each control is a mistake that a parallel codebase has shipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parallel import gradients
+from parallel.apply import local_tensor
+from parallel.mesh import ParallelConfig, PipelineConfig
+from pretrain.engine import Engine
+from tests.distributed import RankError
+from tests.parity.harness import SMALL, Case, assert_parity
+
+pytestmark = pytest.mark.parity
+
+TIED = replace(SMALL, tie_embeddings=True)
+DP2 = Case(world=2, micro_batches=2, parallel=ParallelConfig(dp=2))
+FSDP2 = Case(world=2, micro_batches=2, parallel=ParallelConfig(fsdp=2))
+TP2_SP = Case(world=2, parallel=ParallelConfig(tp=2, sp=True))
+PP2 = Case(world=2, micro_batches=3, parallel=ParallelConfig(pp=2))
+PP2_TIED = replace(PP2, model=TIED)
+
+
+def drop_data_reduction(engine: Engine) -> None:
+    original = gradients._gradients_over
+    gradients._gradients_over = lambda model, axis: [] if axis == "data" else original(model, axis)
+
+
+def drop_partial_reduction(engine: Engine) -> None:
+    """Norm gains under sequence parallelism keep only this rank's positions."""
+    original = gradients._gradients_over
+    gradients._gradients_over = lambda model, axis: [] if axis == "tp" else original(model, axis)
+
+
+def count_tokens_locally(engine: Engine) -> None:
+    engine.global_counts = lambda counts: counts  # type: ignore[method-assign]
+
+
+def average_micro_batch_means(engine: Engine) -> None:
+    """A mean of means: each micro-batch divided by its own token count."""
+    for stage in engine.stages.values():
+        inner = stage.forward
+
+        def forward(index: int, x: torch.Tensor | None, stage=stage, inner=inner):  # type: ignore[no-untyped-def]
+            labels = stage.micro_batches[index].fields["labels"]
+            count = float(max(int((labels != -100).sum()), 1)) * len(stage.micro_batches)
+            stage.terms = [replace(term, normalizer=count) for term in stage.terms]  # type: ignore[type-var]
+            return inner(index, x)
+
+        stage.forward = forward  # type: ignore[method-assign]
+
+
+def keep_shared_gradient_apart(engine: Engine) -> None:
+    """The tied embedding's two hosts never add their gradients."""
+    engine.model.hosts = {}
+
+
+def count_shared_weight_twice(engine: Engine) -> None:
+    """Every host counts the tied embedding in the norm."""
+    original = gradients.counted_here
+
+    def counted(model, name, parameter):  # type: ignore[no-untyped-def]
+        return name == "embedding.weight" or original(model, name, parameter)
+
+    gradients.counted_here = counted
+
+
+def initialise_shards_alike(engine: Engine) -> None:
+    """What a plain normal_() on sharded storage gives: the same values on every rank."""
+    for _, parameter in engine.model.named_parameters():
+        torch.manual_seed(0)
+        if parameter.dim() > 1:
+            local_tensor(parameter).normal_(std=0.1)
+
+
+def drop_a_block(engine: Engine) -> None:
+    """A layout that silently loses a layer."""
+    for stage in engine.model.stages:
+        if "2" in stage.blocks:
+            del stage.blocks["2"]
+
+
+def skip_last_synchronisation(engine: Engine) -> None:
+    """fully_shard never told that the last backward pass has come."""
+    for stage in engine.stages.values():
+        stage._synchronise = lambda last: type(stage)._synchronise(stage, False)  # type: ignore[method-assign]
+
+
+CONTROLS: dict[str, tuple[Case, Callable[[Engine], None]]] = {
+    "dropped-data-reduction": (DP2, drop_data_reduction),
+    "dropped-sequence-reduction": (TP2_SP, drop_partial_reduction),
+    "local-token-count-dp": (DP2, count_tokens_locally),
+    "local-token-count-fsdp": (FSDP2, count_tokens_locally),
+    "mean-of-means": (replace(PP2, micro_batches=3), average_micro_batch_means),
+    "unshared-tied-gradient": (PP2_TIED, keep_shared_gradient_apart),
+    "tied-weight-counted-twice": (PP2_TIED, count_shared_weight_twice),
+    "identical-shards": (TP2_SP, initialise_shards_alike),
+    "dropped-block": (PP2, drop_a_block),
+    "never-synchronised": (FSDP2, skip_last_synchronisation),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_sabotage_is_noticed(name: str) -> None:
+    case, sabotage = CONTROLS[name]
+    assert_parity(case)  # intact, it passes
+    with pytest.raises((AssertionError, RankError)):
+        assert_parity(replace(case, sabotage=sabotage))

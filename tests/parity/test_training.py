@@ -1,0 +1,85 @@
+"""Twenty optimizer steps with clipping: the loss curve and the final weights of each layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.gradients import clip_gradients, full_parameters, gradient_norm
+from parallel.mesh import ParallelConfig, PipelineConfig
+from pretrain.config import OptimizerConfig
+from pretrain.objectives.base import build_objective
+from pretrain.optimizer import ShardedAdamW
+from tests.distributed import run_ranks
+from tests.parity.harness import SMALL, Case, build, gradient_error, micro_batches
+
+pytestmark = pytest.mark.parity
+
+STEPS = 20
+CLIP = 0.5
+TIED = replace(SMALL, tie_embeddings=True)
+LAYOUTS = {
+    "dp2": Case(world=2, micro_batches=2, parallel=ParallelConfig(dp=2)),
+    "fsdp2-tied": Case(world=2, micro_batches=2, parallel=ParallelConfig(fsdp=2), model=TIED),
+    "tp2-sp": Case(world=2, parallel=ParallelConfig(tp=2, sp=True)),
+    "pp2-tied": Case(
+        world=2,
+        micro_batches=3,
+        parallel=ParallelConfig(pp=2, pipeline=PipelineConfig("interleaved", 2)),
+        model=TIED,
+    ),
+    "pp2-fsdp2": Case(
+        world=4, micro_batches=2, parallel=ParallelConfig(pp=2, fsdp=2, reshard_after_forward=False)
+    ),
+    "fsdp2-tp2": Case(world=4, micro_batches=2, parallel=ParallelConfig(fsdp=2, tp=2)),
+}
+DTYPES = {"f64": torch.float64, "f32": torch.float32}
+
+
+def train(case: Case) -> dict[str, Any]:
+    """Loss and norm of every step, and the weights after the last."""
+    engine = build(case)
+    objective = build_objective(case.objective)
+    optimizer = ShardedAdamW(engine.model, OptimizerConfig(lr=2e-3, weight_decay=0.1), "torch")
+    losses, norms = [], []
+    for step in range(STEPS):
+        result = engine.forward_backward(micro_batches(case, engine, step), objective)
+        norm = gradient_norm(engine.model)
+        clip_gradients(engine.model, norm, CLIP)
+        optimizer.step(2e-3)
+        losses.append(result.losses["cross_entropy"])
+        norms.append(float(norm))
+    weights = {name: value.clone() for name, value in full_parameters(engine.model).items()}
+    return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def _ranks(rank: int, world: int, case: Case) -> dict[str, Any]:
+    return train(case)
+
+
+_references: dict[str, dict[str, Any]] = {}
+
+
+def reference(case: Case) -> dict[str, Any]:
+    plain = case.reference()
+    if repr(plain) not in _references:
+        _references[repr(plain)] = run_ranks(1, _ranks, plain, timeout=120)[0]
+    return _references[repr(plain)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_twenty_steps_give_the_same_curve(name: str, dtype: str) -> None:
+    case = replace(LAYOUTS[name], dtype=DTYPES[dtype])
+    wanted = reference(case)
+    assert min(wanted["norms"]) > CLIP, "clipping must be active in every step"
+    tolerance = 1e-9 if dtype == "f64" else 1e-5
+    for rank, found in enumerate(run_ranks(case.world, _ranks, case, timeout=120)):
+        errors = [abs(a - b) / b for a, b in zip(found["losses"], wanted["losses"], strict=True)]
+        assert max(errors) <= tolerance, f"rank {rank}: loss off by {max(errors):.2e}"
+        if dtype == "f64":
+            error, worst = gradient_error(found["weights"], wanted["weights"])
+            assert error <= 1e-8, f"rank {rank}: {worst} off by {error:.2e}"
