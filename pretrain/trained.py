@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.hf_names import CUSTOM_TARGET, from_hf, model_config_from_hf, target_of
+from models.hf_names import from_hf, model_config_from_hf, target_of
 from models.transformer import Transformer
 from parallel.checkpoint_format import (
     MANIFEST,
@@ -119,11 +119,14 @@ def _open_checkpoint(folder: Path) -> TrainedModel:
     checkpoint = open_checkpoint(folder)
     model, length, tokenizer = training_facts(checkpoint.manifest, folder)
     tensors = _ModelTensors(checkpoint)
+    config = decode(ModelConfig, model)
+    shapes = {name: info.shape for name, info in tensors.infos.items()}
+    check_names(shapes, expected_shapes(config, padded=True), folder)
     return TrainedModel(
         path=folder,
-        config=decode(ModelConfig, model),
+        config=config,
         weights=tensors,
-        shapes={name: info.shape for name, info in tensors.infos.items()},
+        shapes=shapes,
         dtypes={name: info.dtype for name, info in tensors.infos.items()},
         sequence_length=length,
         tokenizer=tokenizer,
@@ -183,10 +186,10 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
         if tied and "head.weight" in self._place:
             if not torch.equal(self["head.weight"], self["embedding.weight"]):
                 raise TrainedModelError(
-                    f"{folder}: config.json ties the head to the embedding, but their weights differ"
+                    f"{folder}: config.json ties the head to the embedding, but they differ"
                 )
             for table in (self._place, self.shapes, self.dtypes):
-                del table["head.weight"]  # type: ignore[attr-defined]
+                del table["head.weight"]
 
     def _open(self, file: str) -> Any:
         try:
@@ -215,10 +218,12 @@ def _weight_map(folder: Path) -> dict[str, str]:
         found: dict[str, str] = read_json(folder / _INDEX)["weight_map"]
         return found
     if not (folder / _WHOLE).is_file():
-        raise TrainedModelError(f"{folder}: no {_WHOLE} and no {_INDEX}; other formats are not read")
+        raise TrainedModelError(
+            f"{folder}: no {_WHOLE} and no {_INDEX}; other formats are not read"
+        )
     try:
         with safe_open(folder / _WHOLE, framework="pt") as file:
-            return dict.fromkeys(file.keys(), _WHOLE)  # noqa: SIM118
+            return dict.fromkeys(file.keys(), _WHOLE)
     except SafetensorError as error:
         raise TrainedModelError(f"{folder / _WHOLE} cannot be read: {error}") from None
 
@@ -300,20 +305,15 @@ def build_model(
 
     rounded_to: pass every weight through this dtype first.
     """
-    with torch.device("meta"):
-        model = Transformer(trained.config)
-    check_stored = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    model = model.to_empty(device=device).to(dtype)
+    with torch.device(device):
+        model = Transformer(trained.config).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             tensor = trained.weights[name]
-            rows = tensor.shape[0]
-            wrong = tensor.shape[1:] != parameter.shape[1:] or rows > parameter.shape[0]
-            if wrong:
-                raise TrainedModelError(
-                    f"{trained.path}: {name} has shape {list(tensor.shape)}, not "
-                    f"{list(check_stored[name])}"
-                )
-            parameter.zero_()
-            parameter[:rows] = tensor if rounded_to is None else tensor.to(rounded_to)
+            tensor = tensor if rounded_to is None else tensor.to(rounded_to)
+            if tensor.shape != parameter.shape:
+                parameter.zero_()
+                parameter[: tensor.shape[0]] = tensor
+            else:
+                parameter.copy_(tensor)
     return model.eval()

@@ -1,0 +1,262 @@
+"""The Hugging Face model classes: a thin shell around the very code that trained the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from .blocks import BLOCKS
+from .config import ModelConfig
+from .configuration_midspan import MidspanConfig, decode_model
+from .decoding import DecodingContext, padded_positions
+from .transformer import Head, Transformer, unit_names
+
+# The keyword and the output field of the key/value cache were renamed within transformers 5.
+_CACHE_FIELD = next(
+    field.name
+    for field in dataclasses.fields(BaseModelOutputWithPast)
+    if field.name in ("cache", "past_key_values")
+)
+
+
+def exported_config(config: MidspanConfig) -> ModelConfig:
+    """What the exported weights fit: the model without vocabulary padding.
+
+    A function, because transformers may load configuration_midspan.py twice, once by itself; the
+    ModelConfig must be made of the classes that the Transformer beside this file knows.
+    """
+    return dataclasses.replace(decode_model(config.model), vocab_multiple=1)
+
+
+class _CacheStore:
+    """A transformers cache as the store that our attention layers extend."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.cache.update(k, v, layer)
+        return keys, values
+
+
+class MidspanPreTrainedModel(PreTrainedModel):
+    config_class = MidspanConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = False
+    _supports_sdpa = True
+    _no_split_modules = [BLOCKS.component(name).__name__ for name in BLOCKS.names()]  # noqa: RUF012
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Weights that no file provides: as in training, from torch's global generator."""
+        for name, parameter in module.named_parameters(recurse=False):
+            if getattr(parameter, "_is_hf_initialized", False):
+                continue
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 1:
+                nn.init.ones_(parameter)
+            else:
+                nn.init.normal_(parameter, std=exported_config(self.config).init.std)
+
+
+class MidspanModel(MidspanPreTrainedModel):
+    """Token ids to hidden states."""
+
+    def __init__(self, config: MidspanConfig) -> None:
+        super().__init__(config)
+        model = exported_config(config)
+        units = [name for name in unit_names(model) if name != "head"]
+        self.transformer = Transformer(model, units, attention_backend="sdpa")
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        assert self.transformer.embedding is not None
+        return self.transformer.embedding
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        cache: Cache | None = None,
+        cache_position: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Hidden states [B, S, D] after the final norm.
+
+        input_ids: int64 [B, S], the tokens that follow the ``past`` ones in the cache.
+        attention_mask: [B, past + S], 0 where a token is padding, on either side; or
+        [B, 1, S, keys], boolean (True = may attend) or additive.  position_ids: [B, S];
+        by default they count the tokens that are no padding.
+        """
+        _refuse(kwargs, inputs_embeds, output_attentions)
+        if input_ids is None:
+            raise ValueError("input_ids is required")
+        cache = past_key_values if cache is None else cache
+        if cache is not None and not isinstance(cache, Cache):
+            raise ValueError(f"a cache must be a transformers Cache, not {type(cache).__name__}")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if use_cache and cache is None:
+            cache = DynamicCache()
+        context = _context(input_ids, attention_mask, position_ids, cache)
+        with _recorded(self.transformer, bool(output_hidden_states)) as states:
+            hidden = self.transformer(input_ids, context)
+        output = BaseModelOutputWithPast(last_hidden_state=hidden)
+        return _finish(self, output, cache if use_cache else None, states, return_dict)
+
+
+class MidspanForCausalLM(MidspanPreTrainedModel, GenerationMixin):
+    """Token ids to logits over the vocabulary, in at least float32."""
+
+    def __init__(self, config: MidspanConfig) -> None:
+        super().__init__(config)
+        self.model = MidspanModel(config)
+        model = exported_config(config)
+        tied = self.model.transformer.embedding if model.tie_embeddings else None
+        self.lm_head = Head(model, tied)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        tied = self.config.tie_word_embeddings
+        return self.model.get_input_embeddings() if tied else self.lm_head
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Logits [B, S, V], of the last ``logits_to_keep`` positions if that is not 0.
+
+        labels: int64 [B, S], shifted here, -100 where nothing is predicted; the loss is the mean
+        over the predicted tokens, or their sum over ``num_items_in_batch``.  The other arguments
+        are those of :meth:`MidspanModel.forward`.
+        """
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            cache=cache,
+            return_dict=True,
+            **kwargs,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head.logits(output.last_hidden_state[:, keep])
+        loss = None if labels is None else _next_token_loss(logits, labels, num_items_in_batch)
+        result = CausalLMOutputWithPast(loss=loss, logits=logits)
+        states = output.hidden_states
+        return _finish(self, result, getattr(output, _CACHE_FIELD), states, return_dict)
+
+
+def _refuse(kwargs: dict[str, Any], inputs_embeds: Any, output_attentions: Any) -> None:
+    """An argument that would change the result but is not understood must not be swallowed."""
+    if inputs_embeds is not None:
+        raise ValueError("inputs_embeds is not supported: give input_ids")
+    if output_attentions:
+        raise ValueError("output_attentions is not supported: attention weights are never formed")
+    unknown = sorted(name for name, value in kwargs.items() if value is not None)
+    if unknown:
+        raise ValueError(f"unknown arguments of forward: {', '.join(unknown)}")
+
+
+def _context(
+    ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Any
+) -> DecodingContext:
+    past = 0 if cache is None else int(cache.get_seq_length())
+    written = past + ids.shape[1]
+    documents = visible = None
+    positions = torch.arange(past, written, device=ids.device)
+    if attention_mask is not None and attention_mask.dim() == 4:
+        visible = attention_mask
+        # read only as "there is a mask"
+        documents = torch.zeros(ids.shape[0], written, dtype=torch.long, device=ids.device)
+    elif attention_mask is not None:
+        if tuple(attention_mask.shape) != (ids.shape[0], written):
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}, not "
+                f"{(ids.shape[0], written)}: it covers the {past} tokens in the cache as well"
+            )
+        if not attention_mask.all():
+            documents = attention_mask.to(ids.device, torch.long)
+            positions = padded_positions(documents)[:, past:]
+    if position_ids is not None:
+        positions = position_ids
+    store = None if cache is None else _CacheStore(cache)
+    return DecodingContext(
+        positions, documents=documents, store=store, offset=past, visible=visible
+    )
+
+
+@contextmanager
+def _recorded(transformer: Transformer, wanted: bool) -> Iterator[list[Tensor]]:
+    """The residual stream after the embedding and after every block; the last one is normalised,
+    as in every Hugging Face decoder."""
+    states: list[Tensor] = []
+    handles = []
+    if wanted:
+        assert transformer.embedding is not None
+        units = [transformer.embedding, *transformer.blocks.values()]
+        for unit in units:
+            handles.append(unit.register_forward_hook(lambda *call: states.append(call[2])))
+        if transformer.final_norm is not None:
+            handles.append(
+                transformer.final_norm.register_forward_hook(
+                    lambda *call: states.__setitem__(-1, call[2])
+                )
+            )
+    try:
+        yield states
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _finish(
+    model: PreTrainedModel, output: Any, cache: Any, states: Any, return_dict: bool | None
+) -> Any:
+    """Add what else there is, in the order of the output's fields, and unpack it if asked for."""
+    if cache is not None:
+        output[_CACHE_FIELD] = cache
+    if states:
+        output["hidden_states"] = tuple(states)
+    wanted = model.config.return_dict if return_dict is None else return_dict
+    return output if wanted else output.to_tuple()
+
+
+def _next_token_loss(logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
+    rows = logits[:, :-1].flatten(0, 1)
+    targets = labels[:, 1:].flatten().to(rows.device)
+    if count is None:
+        return nn.functional.cross_entropy(rows, targets)
+    return nn.functional.cross_entropy(rows, targets, reduction="sum") / count

@@ -1,0 +1,349 @@
+"""Write a trained model as a Hugging Face folder: streamed, complete, verified, atomic."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import models
+from data_tools.tokenizers import TextTokenizer, load_tokenizer
+from models.hf_names import (
+    CUSTOM_TARGET,
+    NATIVE_TARGETS,
+    hf_config,
+    native_target,
+    obstacles,
+    to_hf,
+)
+from pretrain.decode import encode
+from pretrain.trained import (
+    TrainedModel,
+    check_names,
+    expected_shapes,
+    open_trained,
+)
+from pretrain.verify_hf import Verification, compute_reference, require_transformers, verify
+from pretrain.yaml_text import nearest
+
+TARGETS = ("auto", *NATIVE_TARGETS, CUSTOM_TARGET)
+DTYPES = ("stored", "float32", "bfloat16", "float16")
+DEFAULT_SHARD_BYTES = 5 * 10**9
+_ENTRY_FILE = "modeling_midspan.py"
+
+
+class ExportError(ValueError):
+    """The model was not exported, and nothing was left behind; the text says why."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written.  notes: lines that a person should read.  verification: None if skipped."""
+
+    folder: Path
+    target: str
+    tensors: int
+    bytes: int
+    files: int
+    verification: Verification | None
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        size = f"{self.tensors} tensors, {self.bytes / 1e6:,.1f} MB in {self.files} file(s)"
+        return f"{self.folder}: {self.target} model, {size}"
+
+
+def export_hugging_face(
+    source: str | Path,
+    out: str | Path,
+    *,
+    target: str = "auto",
+    dtype: str = "stored",
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    step: int | None = None,
+    tokenizer: str | Path | None = None,
+    check: bool = True,
+    force: bool = False,
+) -> Export:
+    """Write the model of ``source`` (a run folder or checkpoint) into the new folder ``out``.
+
+    Memory is bounded by one shard; checking needs room for the model in float32 besides.
+
+    Args:
+        target: one of TARGETS; "auto" is a native class where one is exact, else custom.
+        dtype: of the stored tensors, one of DTYPES.
+        tokenizer: a tokenizer.json or its folder, instead of the one that the run names.
+        check: load the result with transformers and compare its logits.
+        force: replace an ``out`` that is a model folder.
+
+    Raises:
+        ExportError, TrainedModelError, CheckpointError, VerificationError: all ValueErrors;
+        ``out`` is as it was.
+    """
+    out = Path(out)
+    if max_shard_bytes < 1:
+        raise ExportError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
+    if target not in TARGETS:
+        hint = nearest(target, TARGETS)
+        raise ExportError(f"target {target!r}: allowed are {', '.join(TARGETS)}{hint}")
+    if dtype not in DTYPES:
+        raise ExportError(
+            f"dtype {dtype!r}: allowed are {', '.join(DTYPES)}{nearest(dtype, DTYPES)}"
+        )
+    require_free(out, force, "config.json")
+    if check:
+        require_transformers()
+    trained = open_trained(source, step)
+    target, notes = choose_target(trained, target)
+    words = _find_tokenizer(trained, tokenizer)
+    if words is None:
+        notes.append("no tokenizer was found: the folder holds none (give one with --tokenizer)")
+    reference = None
+    if check:
+        reference = compute_reference(trained, None if dtype == "stored" else getattr(torch, dtype))
+    with published(out, force) as folder:
+        shards = plan_shards(trained, target, dtype, max_shard_bytes)
+        size = write_shards(trained, target, shards, folder)
+        write_configs(trained, target, shards, words, folder)
+        if target == CUSTOM_TARGET:
+            copy_model_code(folder)
+        verification = None if reference is None else verify(folder, target, reference)
+    tensors = sum(map(len, shards))
+    return Export(out, target, tensors, size, len(shards), verification, tuple(notes))
+
+
+def choose_target(trained: TrainedModel, wanted: str) -> tuple[str, list[str]]:
+    """(target, notes); ExportError lists why the wanted one cannot represent the model."""
+    if wanted == "auto":
+        native, reasons = native_target(trained.config)
+        if native is not None:
+            return native, []
+        return CUSTOM_TARGET, [f"no native class is exact: {'; '.join(reasons)}"]
+    reasons = obstacles(trained.config, wanted)
+    if reasons:
+        raise ExportError(
+            f"{wanted} cannot represent this model exactly: {'; '.join(reasons)}. "
+            "Use --target custom, which carries the model's own code"
+        )
+    return wanted, []
+
+
+# ---------------------------------------------------------------------------------- weights
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """One tensor to write: our name, its name in the file, unpadded shape and dtype."""
+
+    name: str
+    stored: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+Shards = Sequence[Sequence[_Tensor]]
+
+
+def plan_shards(trained: TrainedModel, target: str, dtype: str, max_bytes: int) -> Shards:
+    """Distribute the tensors over files of at most ``max_bytes`` (or one tensor), in model order.
+
+    What to write follows from the configuration alone; it is an error if the checkpoint has
+    anything else.
+    """
+    expected = expected_shapes(trained.config, padded=False)
+    check_names(_unpadded(trained), expected, trained.path)
+    shards: list[list[_Tensor]] = []
+    room = 0
+    for name, shape in expected.items():
+        kind = trained.dtypes[name] if dtype == "stored" else dtype
+        tensor = _Tensor(name, to_hf(name, target), shape, getattr(torch, kind))
+        if not shards or tensor.bytes > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(tensor)
+        room -= tensor.bytes
+    return shards
+
+
+def _unpadded(trained: TrainedModel) -> dict[str, tuple[int, ...]]:
+    rows = trained.config.vocab_size
+    return {
+        name: (min(rows, shape[0]), *shape[1:])
+        if name in ("embedding.weight", "head.weight")
+        else shape
+        for name, shape in trained.shapes.items()
+    }
+
+
+def write_shards(trained: TrainedModel, target: str, shards: Shards, folder: Path) -> int:
+    """Write the safetensors files, one shard in memory at a time; returns the bytes of all."""
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        file = "model.safetensors"
+        if len(shards) > 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        content: dict[str, Tensor] = {}
+        for tensor in shard:
+            value = trained.weights[tensor.name]
+            if tuple(value.shape) != tensor.shape:
+                value = value[: tensor.shape[0]]
+            content[tensor.stored] = value.to(tensor.dtype).contiguous()
+            weight_map[tensor.stored] = file
+        save_file(content, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # save_file lets the owner alone read
+    size = sum(tensor.bytes for shard in shards for tensor in shard)
+    if len(shards) > 1:
+        parameters = sum(t.bytes // t.dtype.itemsize for shard in shards for t in shard)
+        metadata = {"total_parameters": parameters, "total_size": size}
+        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(folder / "model.safetensors.index.json", index)
+    return size
+
+
+# ------------------------------------------------------------------------------ other files
+
+
+def write_configs(
+    trained: TrainedModel, target: str, shards: Shards, words: TextTokenizer | None, folder: Path
+) -> None:
+    """config.json, generation_config.json and the tokenizer's files."""
+    dtypes = {tensor.dtype for shard in shards for tensor in shard}
+    widest = str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
+    ids: dict[str, int | None] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if words is not None:
+        ids = _save_tokenizer(words, trained, folder)
+    version = {}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = {"transformers_version": importlib.metadata.version("transformers")}
+    config = hf_config(
+        trained.config,
+        target,
+        dtype=widest,
+        sequence_length=trained.sequence_length,
+        tree=encode(trained.config),
+    )
+    _write_json(folder / "config.json", {**config, **ids, **version})
+    # Where no token is for padding, a batch of prompts is filled with eos; only here, because
+    # in config.json it would also keep eos from being trained.
+    filler = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
+    generation = {**ids, "pad_token_id": filler}
+    generation = {key: value for key, value in generation.items() if value is not None}
+    _write_json(folder / "generation_config.json", {**generation, **version})
+
+
+def _find_tokenizer(trained: TrainedModel, given: str | Path | None) -> TextTokenizer | None:
+    place = trained.tokenizer if given is None else Path(given)
+    if place is None:
+        return None
+    words = load_tokenizer(place)
+    if words.vocab_size > trained.config.vocab_size:
+        raise ExportError(
+            f"the tokenizer {place} has ids up to {words.vocab_size - 1}, the model a vocabulary "
+            f"of {trained.config.vocab_size}: it is another model's tokenizer"
+        )
+    return words
+
+
+def _save_tokenizer(
+    words: TextTokenizer, trained: TrainedModel, folder: Path
+) -> dict[str, int | None]:
+    """Write the tokenizer's files; returns the ids of its special tokens."""
+    words.save(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    # Other classes add their own rules to what tokenizer.json says.
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config["model_max_length"] = trained.sequence_length
+    _write_json(path, config)
+    bos = config.get("bos_token")
+    bos = bos.get("content") if isinstance(bos, dict) else bos
+    return {
+        "bos_token_id": None if bos is None else words.backend.token_to_id(bos),
+        "eos_token_id": words.eos_id,
+        "pad_token_id": words.pad_id,
+    }
+
+
+def copy_model_code(folder: Path) -> None:
+    """Copy modeling_midspan.py and every file of models/ that it needs."""
+    source = Path(models.__file__ or "").parent
+    waiting, done = [_ENTRY_FILE], set()
+    while waiting:
+        name = waiting.pop()
+        if name in done:
+            continue
+        done.add(name)
+        shutil.copyfile(source / name, folder / name)
+        tree = ast.parse((source / name).read_text(encoding="utf-8"))
+        waiting += [
+            f"{node.module}.py"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.level == 1
+        ]
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    path.write_text(text, encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------- publishing
+
+
+def require_free(out: Path, force: bool, mark: str) -> None:
+    """ExportError unless ``out`` is free, or is a folder with the file ``mark`` and forced."""
+    if out.is_dir() and not any(out.iterdir()):
+        return
+    if out.exists() and not force:
+        raise ExportError(f"{out} exists: choose another folder, or replace it with --force")
+    if out.exists() and not (out / mark).is_file():
+        raise ExportError(f"{out} has no {mark}, so it is not a model that --force may replace")
+
+
+@contextlib.contextmanager
+def published(out: Path, force: bool) -> Iterator[Path]:
+    """A new folder that becomes ``out`` when the block ends well, and vanishes when it does not."""
+    parent = out.resolve().parent
+    aside = parent / f".{out.name}.tmp-{os.getpid()}"
+    # The same last name as in the end: transformers keys its copy of the code by it.
+    work = aside / out.resolve().name
+    try:
+        try:
+            work.mkdir(parents=True)
+            yield work
+            if out.exists():
+                out.rename(aside / "replaced") if force else out.rmdir()
+            work.rename(out)
+        except OSError as error:
+            raise ExportError(f"cannot write {out}: {error.strerror or error}") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def parse_size(text: str) -> int:
+    """Bytes that "5GB", "200MB", "64KB" or a plain number means."""
+    units = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]?B|)", text.strip().upper())
+    size = int(float(match[1]) * units[match[2]]) if match else 0
+    if size < 1:
+        raise ExportError(f"size {text!r}: expected a positive number with B, KB, MB, GB or TB")
+    return size

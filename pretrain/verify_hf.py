@@ -1,0 +1,184 @@
+"""Does transformers compute what the training model computes?"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.config import ModelConfig
+from models.hf_names import CUSTOM_TARGET, to_hf
+from pretrain.trained import TrainedModel, build_model
+
+TOLERANCE = 1e-5  # of a logit, relative to the largest one where that is above 1
+_SEQUENCES = 2
+_LONGEST = 64
+
+
+class VerificationError(ValueError):
+    """The exported model computes something else; the text says where it first differs."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Largest logit difference, and mean KL(training model ‖ exported model) in nats/token."""
+
+    version: str
+    tokens: int
+    largest_difference: float
+    divergence: float
+
+    def __str__(self) -> str:
+        return (
+            f"verified: transformers {self.version} gives the training model's logits on "
+            f"{self.tokens} random tokens in float32: largest difference "
+            f"{self.largest_difference:.1e}, KL {self.divergence:.1e} nats/token"
+        )
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What the training model computes: the output of every module with weights, and logits."""
+
+    config: ModelConfig
+    ids: Tensor
+    outputs: dict[str, Tensor]
+    logits: Tensor
+
+
+def require_transformers() -> Any:
+    """The transformers package, quiet; ValueError says how to get it or do without."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise VerificationError(
+            f"verification needs transformers ({error}): pip install 'midspan[hf]', or pass "
+            "--no-verify"
+        ) from None
+
+
+def compute_reference(trained: TrainedModel, rounded_to: torch.dtype | None = None) -> Reference:
+    """Run the training model's own code, in float32, on weights rounded to ``rounded_to``."""
+    length = max(1, min(_LONGEST, trained.sequence_length))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(trained.config.vocab_size, (_SEQUENCES, length), generator=generator)
+    model = build_model(trained, rounded_to=rounded_to)
+    with recorded(model, lambda name: name) as outputs, torch.inference_mode():
+        logits = model.logits(ids)
+    return Reference(trained.config, ids, outputs, logits)
+
+
+def verify(folder: Path, target: str, reference: Reference) -> Verification:
+    """Load ``folder`` with transformers, offline and in float32, and compare.
+
+    Raises VerificationError.
+    """
+    transformers = require_transformers()
+    model = _load(transformers, folder, target)
+    own_names = {_hf_module(name, target): name for name in reference.outputs}
+    with recorded(model, own_names.get) as outputs, torch.inference_mode():
+        logits = model(input_ids=reference.ids).logits.float()
+    if logits.shape != reference.logits.shape:
+        raise VerificationError(
+            f"the {target} export gives logits of shape {list(logits.shape)}, not "
+            f"{list(reference.logits.shape)}"
+        )
+    scale = max(1.0, reference.logits.abs().max().item())
+    difference = (logits - reference.logits).abs().max().item()
+    ours, theirs = (x.double().log_softmax(-1) for x in (reference.logits, logits))
+    divergence = (ours.exp() * (ours - theirs)).sum(-1).mean().item()
+    if not difference <= TOLERANCE * scale:
+        where, by = first_divergence(reference, outputs) or ("the head", difference)
+        raise VerificationError(
+            f"the {target} export computes something else: logits differ by {difference:.1e} "
+            f"(allowed {TOLERANCE * scale:.1e}), KL {divergence:.1e} nats/token; the first "
+            f"output that differs is that of {where}, by {by:.1e}"
+        )
+    return Verification(transformers.__version__, logits[..., 0].numel(), difference, divergence)
+
+
+def first_divergence(
+    reference: Reference, outputs: dict[str, Tensor]
+) -> tuple[str, float] | None:
+    """(module, largest difference) of the first module, in order of execution, that differs."""
+    for name, expected in reference.outputs.items():
+        if name not in outputs or outputs[name].numel() != expected.numel():
+            return name, float("inf")
+        difference = (outputs[name].flatten() - expected.flatten()).abs().max().item()
+        if not difference <= TOLERANCE * max(1.0, expected.abs().max().item()):
+            return name, difference
+    return None
+
+
+@contextlib.contextmanager
+def recorded(model: nn.Module, name_of: Callable[[str], str | None]) -> Iterator[dict[str, Tensor]]:
+    """Collect, in order, the output of every module that owns weights and that has a name."""
+    outputs: dict[str, Tensor] = {}
+    handles = []
+    for path, module in model.named_modules():
+        name = name_of(path)
+        if name and next(module.parameters(recurse=False), None) is not None:
+            handles.append(module.register_forward_hook(_saver(outputs, name)))
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _saver(outputs: dict[str, Tensor], name: str) -> Callable[..., None]:
+    def save(module: nn.Module, arguments: Any, output: Any) -> None:
+        outputs[name] = output.detach().float()
+
+    return save
+
+
+def _hf_module(name: str, target: str) -> str:
+    return to_hf(f"{name}.weight", target).removesuffix(".weight")
+
+
+def _load(transformers: Any, folder: Path, target: str) -> nn.Module:
+    with _quiet(transformers):
+        try:
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=target == CUSTOM_TARGET,
+                output_loading_info=True,
+            )
+        except Exception as error:  # whatever it is, the folder does not load
+            raise VerificationError(f"transformers cannot load the folder: {error}") from error
+    wrong = {key: sorted(map(str, value)) for key, value in info.items() if value}
+    if wrong:
+        raise VerificationError(f"transformers loads the folder only in part: {wrong}")
+    loaded: nn.Module = model.eval()
+    return loaded
+
+
+@contextlib.contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Without progress bars and notices, and never on the network."""
+    logging = transformers.utils.logging
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    before = os.environ.get("HF_HUB_OFFLINE")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+        if before is None:
+            del os.environ["HF_HUB_OFFLINE"]
+        else:
+            os.environ["HF_HUB_OFFLINE"] = before
