@@ -2,8 +2,8 @@
 
 Three answers, by the part of the configuration that differs: parts that define the experiment
 (model, data, objective, seed) are refused unless allowed by name; parts that must not change
-the result (layout, logging, where things are stored) are free; everything else (learning rate,
-length, batch size) changes the run from here on, and is shown.
+the result beyond rounding (layout, kernels, logging, where things are stored) are free;
+everything else (learning rate, length, batch size) changes the run from here on, and is shown.
 """
 
 from collections.abc import Collection, Mapping
@@ -19,20 +19,27 @@ ABSENT = "(not set)"
 POLICY = {
     "model": REFUSED,
     "objective": REFUSED,
-    "tokenizer": REFUSED,
     "data": REFUSED,
     "data_fingerprint": REFUSED,
-    "data.workers": FREE,
-    "data.prefetch": FREE,
+    "data.validation": FREE,
+    "data.tokenizer": FREE,
     "seed": REFUSED,
+    "training": CHANGES,
+    "training.micro_batch": FREE,
+    "optimizer": CHANGES,
+    "schedule": CHANGES,
+    "precision": CHANGES,
+    "health": CHANGES,
     "parallel": FREE,
-    "checkpoint": FREE,
-    "logging": FREE,
-    "metrics": FREE,
-    "evaluation": FREE,
+    "kernels": FREE,
     "device": FREE,
+    "deterministic": FREE,
+    "evaluation": FREE,
+    "checkpoint": FREE,
+    "metrics": FREE,
+    "finish": FREE,
     "name": FREE,
-    "run": FREE,
+    "runs_folder": FREE,
 }
 
 
@@ -89,17 +96,16 @@ def require_compatible(
     saved: Mapping[str, Any], current: Mapping[str, Any], allow: Collection[str] = ()
 ) -> str:
     """The diff for the log, or CheckpointError if a refused part differs and its name
-    (``model``, ``data``, ``objective``, ``tokenizer``, ``seed``) is not in ``allow``."""
+    (``model``, ``data``, ``objective``, ``seed``) is not in ``allow``."""
     refused = sorted(
         {d.part for d in compare_configs(saved, current) if d.effect == REFUSED} - set(allow)
     )
     text = describe_mismatch(saved, current)
     if refused:
-        options = " ".join(f"--allow-{part}" for part in refused)
         raise CheckpointError(
             f"this run's {', '.join(refused)} differ from the checkpoint's (saved -> current):\n"
-            f"{text}\nGo back to the saved settings, choose another run folder for a new "
-            f"experiment, or pass {options} to go on regardless"
+            f"{text}\nGo back to the saved settings, give a new experiment another name, or go on "
+            f"regardless with checkpoint.allow=[{','.join(refused)}]"
         )
     return text
 

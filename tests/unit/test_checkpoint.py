@@ -480,7 +480,7 @@ def test_layout_moved_files_and_learning_rate_do_not_stop_a_run():
 )
 def test_another_experiment_is_refused_unless_allowed(part, updates):
     with pytest.raises(
-        CheckpointError, match=rf"(?s)this run's {part} .*--allow-{part} "
+        CheckpointError, match=rf"(?s)this run's {part} .*checkpoint.allow=\[{part}\]"
     ) as caught:
         require_compatible(CONFIG, changed(**updates))
     assert f"{describe_mismatch(CONFIG, changed(**updates))}" in str(caught.value)
