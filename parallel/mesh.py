@@ -7,6 +7,7 @@ parallel), ``tp`` (tensor).  Every rank of one ``tp`` group is a neighbour of th
 from __future__ import annotations
 
 import datetime
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,6 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from models.config import ModelConfig
+
+from .pipeline.planner import PlanRequest, make_placement
+from .pipeline.units import model_units
 
 AXES = ("pp", "dp", "fsdp", "tp")
 
@@ -88,6 +92,8 @@ class ParallelConfig:
             found.append(("sp", "sequence parallelism needs tp > 1: it would be ignored"))
         if self.pp == 1 and self.pipeline != PipelineConfig():
             found.append(("pipeline", "is set but pp=1: it would be ignored"))
+        if self.fsdp == 1 and not self.reshard_after_forward:
+            found.append(("reshard_after_forward", "is false but fsdp=1: it would be ignored"))
         if self.pp > 1 and self.fsdp > 1 and self.reshard_after_forward:
             found.append(
                 ("reshard_after_forward", "must be false with pp > 1 and fsdp > 1: weights would"
@@ -128,13 +134,29 @@ def layout_problems(
         found.append(
             ("parallel.sp", f"tp={parallel.tp} does not divide sequence length {sequence_length}")
         )
-    stages = parallel.pp * parallel.pipeline.virtual_stages
+    return found + _placement_problems(parallel, model)
+
+
+def _placement_problems(parallel: ParallelConfig, model: ModelConfig) -> list[tuple[str, str]]:
+    """Why the planner cannot place the model.  ``balanced`` can whenever every stage gets a unit."""
+    pipeline = parallel.pipeline
+    stages = parallel.pp * pipeline.virtual_stages
     if stages > model.layers + 3:
-        found.append(
-            ("parallel.pp", f"{stages} stages cannot be filled by {model.layers} blocks plus"
-             " embedding, final norm and head")
-        )  # fmt: skip
-    return found
+        text = f"{stages} stages cannot be filled by {model.layers} blocks plus embedding, final"
+        return [("parallel.pp", f"{text} norm and head")]
+    if parallel.pp == 1 or pipeline.planner == "balanced":
+        return []
+    units = tuple(model_units(model.layers))
+    request = PlanRequest(units, parallel.pp, pipeline.virtual_stages, layout=pipeline.layout)
+    try:
+        placement = make_placement(pipeline.planner, request)
+    except ValueError as error:
+        name = "layout" if pipeline.planner == "explicit" else "planner"
+        return [(f"parallel.pipeline.{name}", str(error))]
+    if placement.num_stages != stages:
+        text = f"describes {placement.num_stages} stages, but pp·virtual_stages = {stages}"
+        return [("parallel.pipeline.layout", text)]
+    return []
 
 
 class Mesh:
@@ -193,10 +215,15 @@ def build_mesh(parallel: ParallelConfig, device: torch.device) -> Mesh:
 
 def initialize_process_group(device: torch.device, timeout_minutes: float) -> None:
     """Join the job that torchrun describes in the environment; nothing for a plain process."""
-    import os
-
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    dist.init_process_group(backend, timeout=timeout)
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistError as error:
+        place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise ValueError(
+            f"cannot meet the other processes at {place} (MASTER_ADDR:MASTER_PORT): "
+            f"{str(error).splitlines()[0]}; if the port is taken, choose another one"
+        ) from None

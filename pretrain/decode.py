@@ -55,6 +55,15 @@ class Choices(Protocol):
 
 def load(cls: type[T], paths: Iterable[str | Path], overrides: Iterable[str] = ()) -> T:
     """The config that ``paths`` and then ``overrides``, merged left to right, describe."""
+    tree, sources = read_layers(paths, overrides)
+    return decode(cls, tree, sources=sources)
+
+
+def read_layers(
+    paths: Iterable[str | Path], overrides: Iterable[str]
+) -> tuple[Tree, dict[str, str]]:
+    """All files and overrides merged, and which of them gave each path (as ``combine`` does);
+    what is wrong with any of them is reported together."""
     problems: list[Problem] = []
     layers: list[tuple[str, Tree]] = []
     try:
@@ -67,8 +76,7 @@ def load(cls: type[T], paths: Iterable[str | Path], overrides: Iterable[str] = (
         problems += error.problems
     if problems:
         raise ConfigError(problems)
-    tree, sources = combine(layers)
-    return decode(cls, tree, sources=sources)
+    return combine(layers)
 
 
 def decode(cls: type[T], tree: Tree, *, sources: Mapping[str, str] | None = None) -> T:
@@ -104,9 +112,7 @@ class _Decoder:
         return _FAILED
 
     def source(self, path: str) -> str:
-        while path and path not in self.sources:
-            path = path[: max(path.rfind("."), path.rfind("["), 0)]
-        return self.sources.get(path, "")
+        return source_of(path, self.sources)
 
     def wrong(self, path: str, value: Any, expected: str, names: Iterable[str] = ()) -> Any:
         hint = nearest(value, names) if isinstance(value, str) else ""
@@ -306,6 +312,13 @@ def _moved(cls: Any, key: str, path: str) -> str:
             if deeper := _moved(kind, key, join_path(path, name)):
                 return deeper
     return ""
+
+
+def source_of(path: str, sources: Mapping[str, str]) -> str:
+    """Which file, or the command line, gave ``path`` or the nearest section around it."""
+    while path and path not in sources:
+        path = path[: max(path.rfind("."), path.rfind("["), 0)]
+    return sources.get(path, "")
 
 
 def join_path(path: str, name: str) -> str:

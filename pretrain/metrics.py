@@ -102,6 +102,8 @@ class MetricsConfig:
                 found.append(
                     ("trackers", f"given {name}, which is not installed: pip install {name}")
                 )
+        if self.project != type(self)().project and not {"wandb", "trackio"} & {*self.trackers}:
+            found.append(("project", "is set but no tracker is wandb or trackio: it is ignored"))
         return found
 
 

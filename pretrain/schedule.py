@@ -37,6 +37,12 @@ class ScheduleConfig:
             found.append(("min_ratio", f"given {self.min_ratio}; expected 0 to 1"))
         if not 0 < self.decay_fraction <= 1:
             found.append(("decay_fraction", f"given {self.decay_fraction}; expected 0 to 1, not 0"))
+        default = type(self)()
+        unused = ["decay_fraction", "decay_shape"] if self.kind != "wsd" else []
+        unused += ["min_ratio"] if self.kind == "constant" else []
+        for name in unused:
+            if not found and getattr(self, name) != getattr(default, name):
+                found.append((name, f"is set but kind={self.kind}: it would be ignored"))
         if found or total_steps is None:
             return found
         if total_steps < 1:
