@@ -245,6 +245,7 @@ class FinishConfig:
     )
     prompt: str = field(default="", metadata={"help": "beginning of the text sample"})
     sample_tokens: int = field(default=0, metadata={"help": "length of the text sample; 0 = none"})
+    report: bool = field(default=True, metadata={"help": "draw loss_curve.png and report.html"})
 
 
 @dataclass(frozen=True)

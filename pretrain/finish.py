@@ -48,14 +48,17 @@ def finish(config: RunConfig, trainer: Trainer) -> None:
     ratio = bytes_per_token(config.data.validation) if config.data.validation else None
     if ratio is None:
         known = {}
-    picture, report = write_report(
-        folder, bytes_per_token=ratio, references=known, sample=sample, artefacts=artefacts
-    )
+    if config.finish.report:
+        picture, report = write_report(
+            folder, bytes_per_token=ratio, references=known, sample=sample, artefacts=artefacts
+        )
+        artefacts |= {"loss curve": picture, "report": report}
     final = trainer.logger.last_row.get("eval/bits_per_byte")
     if final is not None and known:
         others = ", ".join(f"{name} {value:.3f}" for name, value in known.items())
         print(f"bits per byte of the validation text: this model {final:.3f}; {others}")
-    artefacts |= {"loss curve": picture, "report": report, "TensorBoard": folder.events}
+    if "tensorboard" in config.metrics.trackers:
+        artefacts["TensorBoard"] = folder.events
     places = "; ".join(f"{name}: {_short(path)}" for name, path in artefacts.items())
     print(f"finished. {places}", flush=True)
 

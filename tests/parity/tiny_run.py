@@ -56,5 +56,5 @@ def tiny_config(root: Path, steps: int, parallel: dict[str, Any]) -> dict[str, A
         "evaluation": {"every": 0, "sequences": 8},
         "checkpoint": {"every": 2},
         "metrics": {"every": 10, "trackers": []},
-        "finish": {"export": "none"},
+        "finish": {"export": "none", "report": False},
     }

@@ -1,0 +1,1 @@
+"""Numbers that must not move."""
