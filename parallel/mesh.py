@@ -138,7 +138,7 @@ def layout_problems(
 
 
 def _placement_problems(parallel: ParallelConfig, model: ModelConfig) -> list[tuple[str, str]]:
-    """Why the planner cannot place the model.  ``balanced`` can whenever every stage gets a unit."""
+    """Why the planner cannot place the model; ``balanced`` can if every stage gets a unit."""
     pipeline = parallel.pipeline
     stages = parallel.pp * pipeline.virtual_stages
     if stages > model.layers + 3:

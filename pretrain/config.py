@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,32 +14,22 @@ from data_tools.manifest import Manifest
 from models.config import SIZES, ModelConfig
 from parallel.mesh import ParallelConfig, layout_problems
 
-from .decode import decode
+from .decode import decode, read_layers, source_of
 from .health import HealthConfig
 from .metrics import MetricsConfig
 from .objectives.base import OBJECTIVES
 from .objectives.causal import Causal
 from .schedule import ScheduleConfig
-from .yaml_text import (
-    COMMAND_LINE,
-    ConfigError,
-    Problem,
-    Tree,
-    combine,
-    load_yaml_files,
-    merge,
-    nearest,
-    parse_overrides,
-)
+from .yaml_text import ConfigError, Problem, Tree, merge, nearest
 
 Problems = list[tuple[str, str]]
 
 
 def _positive(config: Any, *names: str) -> Problems:
     return [
-        (name, f"must be positive, got {getattr(config, name)}")
+        (name, f"must be positive and finite, got {getattr(config, name)}")
         for name in names
-        if getattr(config, name) is not None and getattr(config, name) <= 0
+        if getattr(config, name) is not None and not 0 < getattr(config, name) < math.inf
     ]
 
 
@@ -55,7 +46,9 @@ class SourceConfig:
     )
 
     def problems(self) -> Problems:
-        found = _positive(self, "weight", "max_epochs")
+        found = _positive(self, "weight")
+        if self.max_epochs <= 0:
+            found.append(("max_epochs", f"must be positive, got {self.max_epochs}"))
         return found if self.path else [*found, ("path", "is required")]
 
 
@@ -83,6 +76,8 @@ class DataConfig:
             weights = [source.weight for source in getattr(self, name)]
             if any(w is None for w in weights) and any(w is not None for w in weights):
                 found.append((name, "give every source a weight, or none"))
+            elif len(weights) == 1 and weights[0] is not None:
+                found.append((f"{name}[0].weight", "of the only source: it would be ignored"))
         return found
 
     @property
@@ -154,6 +149,8 @@ class OptimizerConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 found.append((name, f"must be in [0, 1), got {getattr(self, name)}"))
+        if self.decay_embeddings and self.weight_decay == 0:
+            found.append(("decay_embeddings", "is set but weight_decay=0: it would be ignored"))
         return found
 
 
@@ -233,6 +230,8 @@ class CheckpointConfig:
 
     def problems(self) -> Problems:
         found = _positive(self, "keep_last", "keep_every")
+        if self.keep_every is not None and self.every == 0:
+            found.append(("keep_every", "is set but every=0: it would be ignored"))
         return found if self.every >= 0 else [*found, ("every", f"is negative: {self.every}")]
 
 
@@ -246,6 +245,13 @@ class FinishConfig:
     prompt: str = field(default="", metadata={"help": "beginning of the text sample"})
     sample_tokens: int = field(default=0, metadata={"help": "length of the text sample; 0 = none"})
     report: bool = field(default=True, metadata={"help": "draw loss_curve.png and report.html"})
+
+    def problems(self) -> Problems:
+        if self.sample_tokens < 0:
+            return [("sample_tokens", f"must not be negative, got {self.sample_tokens}")]
+        if self.prompt and not self.sample_tokens:
+            return [("prompt", "is set but sample_tokens=0: it would be ignored")]
+        return []
 
 
 @dataclass(frozen=True)
@@ -282,19 +288,22 @@ class RunConfig:
         found: Problems = []
         if not self.name or "/" in self.name or self.name.startswith("."):
             found.append(("name", f"must be a plain folder name, got {self.name!r}"))
-        if self.training.problems():
-            return found
-        for path, message in self.schedule.problems(self.training.total_steps):
-            found.append((f"schedule.{path}", message))
+        if not (self.training.problems() or self.schedule.problems()):
+            for path, message in self.schedule.problems(self.training.total_steps):
+                found.append((f"schedule.{path}", message))
+        if not self.data.validation and self.evaluation != EvaluationConfig():
+            found.append(("evaluation", "is set but data.validation is empty: it would be ignored"))
         if self.data.samples == "packed" and getattr(self.objective, "documents", "") == "attend":
             found.append(
                 ("objective.documents", "must be mask with data.samples=packed: packed documents"
                  " are unrelated")
             )  # fmt: skip
-        if self.kernels.attention == "flash" and getattr(self.objective, "documents", "") == "mask":
-            found.append(("kernels.attention", "flash has no document mask: use flex or sdpa"))
-        if self.finish.prompt and not self.finish.sample_tokens:
-            found.append(("finish.prompt", "is set but sample_tokens=0: it would be ignored"))
+        if self.kernels.attention == "flash":
+            if getattr(self.objective, "documents", "") == "mask":
+                found.append(("kernels.attention", "flash has no document mask: use flex or sdpa"))
+            if self.precision.compute != "bfloat16":
+                text = f"flash computes in bfloat16 only, not {self.precision.compute}"
+                found.append(("kernels.attention", text))
         return found
 
     @property
@@ -314,7 +323,7 @@ class RunConfig:
         return found
 
 
-def expand_size(tree: Tree) -> Tree:
+def expand_size(tree: Tree, problems: Problems) -> Tree:
     """Replace ``model.size`` by the preset's keys, under everything else that is given."""
     model = tree.get("model")
     if not isinstance(model, dict) or "size" not in model:
@@ -324,25 +333,25 @@ def expand_size(tree: Tree) -> Tree:
     if size not in SIZES:
         hint = nearest(size, SIZES)
         text = f"given {model['size']!r}; allowed are {', '.join(SIZES)}{hint}"
-        raise ConfigError([Problem("model.size", text, "")])
-    return {**tree, "model": merge(SIZES[size], rest)}
+        problems.append(("model.size", text))
+    return {**tree, "model": merge(SIZES.get(size, {}), rest)}
 
 
-def fill_vocabulary(tree: Tree) -> Tree:
+def fill_vocabulary(tree: Tree, problems: Problems) -> Tree:
     """``model.vocab_size`` left out: the tokenizer's, as the first training source records it."""
-    model = tree.get("model") or {}
-    sources = (tree.get("data") or {}).get("train") or []
-    if not isinstance(model, dict) or "vocab_size" in model or not isinstance(sources, list):
-        return tree
-    first = sources[0] if sources else None
-    path = first.get("path") if isinstance(first, dict) else None
-    if not path:
+    model = tree.get("model", {})
+    match tree.get("data"):
+        case {"train": [{"path": str(path)}, *_]} if path:
+            pass
+        case _:
+            return tree
+    if not isinstance(model, dict) or "vocab_size" in model:
         return tree
     try:
         size = Manifest.load(path).tokenizer["vocab_size"]
     except ValueError as error:
-        text = f"{error}; make the dataset with launch/prepare.py"
-        raise ConfigError([Problem("data.train[0].path", text, "")]) from None
+        problems.append(("data.train[0].path", f"{error}; make it with launch/prepare.py"))
+        return tree
     return {**tree, "model": {**model, "vocab_size": size}}
 
 
@@ -351,15 +360,25 @@ def load_run_config(
 ) -> RunConfig:
     """The run that files and overrides describe, checked against ``world_size`` processes (None:
     not checked).  ``ConfigError`` lists every problem."""
-    layers = [*load_yaml_files(paths).items(), (COMMAND_LINE, parse_overrides(overrides))]
-    tree, sources = combine(layers)
-    config = decode(RunConfig, fill_vocabulary(expand_size(tree)), sources=sources)
+    tree, sources = read_layers(paths, overrides)
+    found: Problems = []
+    tree = fill_vocabulary(expand_size(tree, found), found)
+    problems = [Problem(path, text, source_of(path, sources)) for path, text in found]
+    try:
+        config = decode(RunConfig, tree, sources=sources)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.problems]) from None
+    if problems:
+        raise ConfigError(problems)
     if world_size is not None:
-        check_run(config, world_size)
+        check_run(config, world_size, sources)
     return config
 
 
-def check_run(config: RunConfig, world_size: int) -> None:
+def check_run(config: RunConfig, world_size: int, sources: Mapping[str, str]) -> None:
+    """``ConfigError`` lists what is wrong about ``config`` on ``world_size`` processes."""
     problems = config.run_problems(world_size)
     if problems:
-        raise ConfigError([Problem(path, message, "") for path, message in problems])
+        raise ConfigError(
+            [Problem(path, message, source_of(path, sources)) for path, message in problems]
+        )

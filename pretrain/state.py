@@ -104,14 +104,15 @@ def checkpoint_config(path: Path, overrides: Iterable[str], **changes: dict[str,
     """The config that a checkpoint was saved with, for use in this job: its layout and batch are
     replaced by one data-parallel sequence each, before ``overrides`` and ``changes``."""
     saved = read_manifest(path).metadata["config"]
-    length = saved["training"]["sequence_length"]
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     fresh = {**saved, "parallel": {}, "checkpoint": {}, "finish": {}}
     fresh["training"] = {**saved["training"], "micro_batch": 1}
     tree, sources = combine(
         [(str(path), fresh), (COMMAND_LINE, parse_overrides(overrides)), ("", changes)]
     )
-    tree["training"]["batch_tokens"] = length * tree["training"]["micro_batch"] * world_size
+    match tree["training"]:
+        case {"sequence_length": int(length), "micro_batch": int(micro_batch)}:
+            tree["training"]["batch_tokens"] = length * micro_batch * world_size
     config = decode(RunConfig, tree, sources=sources)
-    check_run(config, world_size)
+    check_run(config, world_size, sources)
     return config
