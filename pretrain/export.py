@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import importlib.metadata
 import json
@@ -42,6 +41,7 @@ TARGETS = ("auto", *NATIVE_TARGETS, CUSTOM_TARGET)
 DTYPES = ("stored", "float32", "bfloat16", "float16")
 DEFAULT_SHARD_BYTES = 5 * 10**9
 _ENTRY_FILE = "modeling_midspan.py"
+_RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)
 
 
 class ExportError(ValueError):
@@ -293,12 +293,8 @@ def copy_model_code(folder: Path) -> None:
             continue
         done.add(name)
         shutil.copyfile(source / name, folder / name)
-        tree = ast.parse((source / name).read_text(encoding="utf-8"))
-        waiting += [
-            f"{node.module}.py"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.level == 1
-        ]
+        code = (source / name).read_text(encoding="utf-8")
+        waiting += [f"{module}.py" for module in _RELATIVE_IMPORT.findall(code)]
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

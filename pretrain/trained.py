@@ -215,7 +215,9 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 def _weight_map(folder: Path) -> dict[str, str]:
     """Stored name -> file."""
     if (folder / _INDEX).is_file():
-        found: dict[str, str] = read_json(folder / _INDEX)["weight_map"]
+        found = read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(found, dict):
+            raise TrainedModelError(f"{folder / _INDEX} has no weight_map")
         return found
     if not (folder / _WHOLE).is_file():
         raise TrainedModelError(

@@ -1,0 +1,123 @@
+"""generate.py: the same text from a run, a checkpoint and an exported folder."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_tools.tokenizers import byte_tokenizer
+from launch import convert, generate
+from models import decoding
+from tests.trained import LENGTH, save_run, tiny_config, tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, and both kinds of export, with a byte tokenizer and a vocabulary that fits it."""
+    folder = tmp_path_factory.mktemp("made")
+    save_run(folder / "run", tiny_config(vocab_size=257), tokenizer=True)
+    save_run(folder / "mute", tiny_config(vocab_size=257))
+    for target in ("llama", "custom"):
+        arguments = ["to-hf", str(folder / "run"), str(folder / target), "--target", target]
+        assert convert.main([*arguments, "--no-verify", "--max-shard-size", "20KB"]) == 0
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
+    assert generate.main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_every_kind_of_source_gives_the_same_text(
+    made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--prompt", "It is", "--tokens", 20, "--seed", 4]
+    sources = ["run", "run/checkpoints", "run/checkpoints/step_00000003", "llama", "custom"]
+    texts = [run(capsys, made / source, *options) for source in sources[:1]]
+    for source in sources[1:]:
+        extra = ["--tokenizer", made / "run"] if "checkpoints" in source else []
+        texts.append(run(capsys, made / source, *options, *extra))
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("It is") and len(texts[0]) > len("It is\n")
+    assert run(capsys, made / "run", *options[:-1], 5) != texts[0]
+
+
+def test_greedy_text_is_the_models_own(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = byte_tokenizer()
+    model = tiny_model(tiny_config(vocab_size=257))
+    [expected] = decoding.generate(
+        model, [words.encode("Emma")], 12, decoding.Sampling(temperature=0.0), eos=words.eos_id
+    )
+    text = "Emma" + words.decode(expected) + "\n"
+    options = [made / "run", "--prompt", "Emma", "--tokens", 12]
+    assert run(capsys, *options, "--greedy") == text
+    assert run(capsys, *options, "--temperature", 0, "--seed", 9) == text
+    assert run(capsys, *options, "--top-k", 1) == text
+    assert run(capsys, *options, "--top-p", 1e-6) == text
+
+
+def test_several_samples_differ(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, made / "run", "--tokens", 12, "--num-samples", 3, "--seed", 1)
+    assert [f"--- {n}" in text for n in (1, 2, 3, 4)] == [True, True, True, False]
+    pieces = [piece.split("\n", 1)[1] for piece in text.split("--- ")[1:]]
+    assert len(set(pieces)) == 3
+
+
+def test_beyond_the_trained_length_is_said(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main([str(made / "run"), "--tokens", "60", "--greedy"]) == 0
+    assert f"more than the {LENGTH} the model was trained on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["{made}/absent"], "absent: no such folder"),
+        (["{made}"], "neither a run folder"),
+        (["{made}/mute"], "its tokenizer was not found: give one with --tokenizer"),
+        (["{made}/run", "--step", "9"], "no complete step 9"),
+        (["{made}/llama", "--step", "9"], "has no steps"),
+        (["{made}/run", "--tokens", "0"], "--tokens must be at least 1, got 0"),
+        (["{made}/run", "--num-samples", "0"], "--num-samples must be at least 1"),
+        (["{made}/run", "--temperature", "-1"], "--temperature must not be negative"),
+        (["{made}/run", "--top-k", "0", "--top-p", "2"], "--top-k must be at least 1"),
+        (["{made}/run", "--top-p", "2"], "--top-p must be in (0, 1]"),
+        (["{made}/run", "--tokens", "many"], "invalid int value: 'many'"),
+        (["{made}/run", "--device", "gpu"], "--device 'gpu' cannot be used here"),
+        (["{made}/run", "--tokenizer", "{made}/mute"], "no such tokenizer file"),
+        ([], "required: RUN_OR_CHECKPOINT_OR_HF_FOLDER"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: list[str], expected: str, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate.main([text.format(made=made) for text in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and len(captured.err.splitlines()) == 1
+    assert expected in captured.err
+
+
+def test_without_transformers(
+    made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hugging Face folders are read by our own code."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert run(capsys, made / "custom", "--tokens", 3)
+
+
+def test_a_real_process(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "llama", tmp_path / "model")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "launch" / "generate.py"), "model", "--prompt", "Emma",
+         "--tokens", "4"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Emma")
