@@ -51,7 +51,10 @@ class Manifest:
             fields = json.loads(path.read_bytes())
             if fields["format"] != MANIFEST_FORMAT:
                 raise DatasetError(f"{path}: format {fields['format']}, expected {MANIFEST_FORMAT}")
-            return cls(**fields)
+            manifest = cls(**fields)
+            _ = manifest.fingerprint, [manifest.files[s]["bytes"] for s in (".bin", ".idx")]
+            _ = [manifest.tokenizer[key] for key in ("name", "sha256", "vocab_size")]
+            return manifest
         except FileNotFoundError:
             raise DatasetError(f"{path}: no such file") from None
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:

@@ -10,6 +10,8 @@ import argparse
 import json
 import os
 
+from launch._command import Parser, report
+
 EXAMPLES = """\
 examples:
   python launch/evaluate.py runs/austen-3m
@@ -19,7 +21,7 @@ examples:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="evaluate.py",
         description=__doc__,
         epilog=EXAMPLES,
@@ -34,13 +36,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_intermixed_args(argv)
     try:
+        options = parser().parse_intermixed_args(argv)
         figures = evaluate(options)
-    except ValueError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError) as error:
+        return report(error)
     if int(os.environ.get("RANK", "0")) == 0:
         if options.json:
             print(json.dumps(figures))
@@ -61,15 +61,19 @@ def evaluate(options: argparse.Namespace) -> dict[str, float | int]:
     from pretrain.engine import build_engine
     from pretrain.evaluate import Evaluator
     from pretrain.objectives.base import build_objective
+    from pretrain.preflight import check_evaluation
     from pretrain.state import checkpoint_config, find_checkpoint, weights
     from pretrain.trainer import choose_device
 
+    if options.sequences is not None and options.sequences < 1:
+        raise ValueError(f"--sequences must be at least 1, given {options.sequences}")
     path = find_checkpoint(options.source)
     limit = {} if options.sequences is None else {"sequences": options.sequences}
     config = checkpoint_config(path, options.overrides, evaluation=limit or {"sequences": 10**12})
     if not config.data.validation:
         raise ValueError(f"{path}: its run has no data.validation; give one as an override")
     device = choose_device(config)
+    check_evaluation(config, device, path, int(os.environ.get("WORLD_SIZE", "1")))
     initialize_process_group(device, config.parallel.timeout_minutes)
     try:
         group = dist.new_group(backend="gloo") if dist.is_initialized() else None

@@ -9,6 +9,8 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import argparse
 import os
 
+from launch._command import Parser, report
+
 EXAMPLES = """\
 examples:
   python launch/pretrain.py recipes/austen-3m.yaml                      one process
@@ -23,7 +25,7 @@ interrupted at any point; a finished run is left as it is.
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pretrain.py",
         description=__doc__,
         epilog=EXAMPLES,
@@ -39,18 +41,19 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_intermixed_args(argv)
     try:
+        options = parser().parse_intermixed_args(argv)
         if options.keys:
-            return print_keys()
+            return print_keys(options)
         return start(options, argv)
-    except ValueError as error:
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError) as error:
+        return report(error)
 
 
-def print_keys() -> int:
+def print_keys(options: argparse.Namespace) -> int:
+    if options.settings:
+        raise ValueError(f"--keys takes no recipe or setting, given {options.settings[0]!r}")
+
     from pretrain.config import RunConfig
     from pretrain.describe import describe
 
@@ -58,11 +61,22 @@ def print_keys() -> int:
     return 0
 
 
+def is_recipe(setting: str) -> bool:
+    """A file, or the name of one; a path may hold an equals sign, as in runs/lr=1/config.yaml."""
+    if "=" in setting:
+        return Path(setting).is_file()
+    return setting.endswith((".yaml", ".yml")) or Path(setting).exists()
+
+
 def start(options: argparse.Namespace, argv: list[str] | None) -> int:
     if options.world_size is not None and not options.dry_run:
         raise ValueError("--world-size only goes with --dry-run; torchrun sets it for a run")
-    overrides = [setting for setting in options.settings if "=" in setting]
-    files = [setting for setting in options.settings if "=" not in setting]
+    if options.dry_run and options.print_config:
+        raise ValueError("give one of --dry-run and --print-config")
+    if options.world_size is not None and options.world_size < 1:
+        raise ValueError(f"--world-size must be at least 1, given {options.world_size}")
+    files = [setting for setting in options.settings if is_recipe(setting)]
+    overrides = [setting for setting in options.settings if not is_recipe(setting)]
     if not files:
         raise ValueError("give at least one recipe file, for example recipes/austen-3m.yaml")
 

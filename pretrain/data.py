@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -138,7 +137,7 @@ def data_fingerprint(config: RunConfig) -> str:
     """Hash of everything that decides which tokens are seen in which order."""
     content: dict[str, Any] = {
         "sources": [
-            {**asdict(source), "path": manifest.fingerprint}
+            {"weight": source.weight, "content": manifest.fingerprint}
             for source, manifest in zip(
                 config.data.train, manifests(config.data.train), strict=True
             )
@@ -150,13 +149,20 @@ def data_fingerprint(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def check_vocabulary(config: RunConfig) -> None:
-    """``ValueError`` unless every source was made by one tokenizer that fits the model."""
+def check_vocabulary(config: RunConfig, sources: Sequence[SourceConfig] | None = None) -> None:
+    """``ValueError`` unless every source (or all of ``config``) was made by one tokenizer that
+    fits the model."""
     seen: dict[str, str] = {}
-    for source in (*config.data.train, *config.data.validation):
-        manifest = Manifest.load(source.path)
-        seen.setdefault(manifest.tokenizer["sha256"], source.path)
-        size = manifest.tokenizer["vocab_size"]
+    for source in sources or (*config.data.train, *config.data.validation):
+        reader = IndexedReader(source.path)
+        manifest = reader.manifest or Manifest.load(source.path)
+        name, size = manifest.tokenizer["name"], manifest.tokenizer["vocab_size"]
+        seen.setdefault(manifest.tokenizer["sha256"], f"{source.path} ({name}, {size:,} tokens)")
+        if size - 1 > np.iinfo(reader.dtype).max:
+            raise ValueError(
+                f"{source.path}: its manifest says a vocabulary of {size:,}, which does not fit "
+                f"the {reader.dtype} of its .idx file"
+            )
         if size > config.model.vocab_size:
             raise ValueError(
                 f"{source.path}: made with a vocabulary of {size:,}, larger than "

@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import math
 
+from data_tools.blend import Blend
+
 from .config import RunConfig
 from .data import Batches, build_blend, bytes_per_token
 from .engine import Engine
 from .objectives.base import Objective
+
+
+def validation_blend(config: RunConfig, data_size: int) -> tuple[Blend, int]:
+    """The validation stream and how many of its sequences are used: as many as asked for and
+    there, in whole batches of ``data_size`` ranks.  ``ValueError`` when that is none."""
+    length = config.training.sequence_length
+    blend = build_blend(config.data, config.data.validation, length, 0, None)
+    share = config.training.micro_batch * data_size
+    wanted = min(config.evaluation.sequences, blend.num_samples)
+    if wanted < share:
+        raise ValueError(
+            f"{wanted} sequences (evaluation.sequences={config.evaluation.sequences:,}, "
+            f"{blend.num_samples:,} in the data) are fewer than one batch of micro_batch·dp·fsdp = "
+            f"{share}"
+        )
+    return blend, wanted // share * share
 
 
 class Evaluator:
@@ -24,15 +42,7 @@ class Evaluator:
         if not config.data.validation:
             return
         mesh = engine.model.mesh
-        length = config.training.sequence_length
-        blend = build_blend(config.data, config.data.validation, length, 0, None)
-        share = config.training.micro_batch * mesh.data_size
-        self.sequences = min(config.evaluation.sequences, blend.num_samples) // share * share
-        if self.sequences == 0:
-            raise ValueError(
-                f"evaluation: {min(config.evaluation.sequences, blend.num_samples)} validation "
-                f"sequences are fewer than one batch of {share}"
-            )
+        blend, self.sequences = validation_blend(config, mesh.data_size)
         self.bytes_per_token = bytes_per_token(config.data.validation)
         self.batches = Batches(
             blend, objective, config.training.micro_batch, mesh.data_rank, mesh.data_size,

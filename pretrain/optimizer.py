@@ -104,11 +104,15 @@ def _build(groups: list[dict[str, Any]], config: OptimizerConfig, library: str) 
     }
     if library == "torch":
         return torch.optim.AdamW(groups, fused=True, **options)
-    try:  # not yet run on a GPU
-        fused = importlib.import_module("apex.optimizers").FusedAdam
+    return fused_adam()(groups, adam_w_mode=True, **options)
+
+
+def fused_adam() -> Any:
+    """NVIDIA apex's optimizer class; ``ValueError`` without it.  Not yet run on a GPU."""
+    try:
+        return importlib.import_module("apex.optimizers").FusedAdam
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            "kernels.optimizer=apex needs NVIDIA apex built from source (the PyPI package of that "
-            f"name is another project): {error}; launch/doctor.py tells more"
+            "apex here means NVIDIA apex built from source (the PyPI package of that name is "
+            f"another project): {error}; launch/doctor.py tells more"
         ) from None
-    return fused(groups, adam_w_mode=True, **options)

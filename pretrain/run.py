@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
+import traceback
 from collections.abc import Iterator, Sequence
 
+import torch
 import torch.distributed as dist
 
+from parallel.agreement import Ranks
+from parallel.checkpoint_format import CheckpointError
 from parallel.mesh import initialize_process_group
 
 from .config import RunConfig
 from .decode import dump_yaml
 from .finish import finish
+from .preflight import check_start
 from .run_folder import RunFolder, describe_environment, write_atomic, write_json
 from .trainer import Trainer, choose_device
 
@@ -24,46 +28,57 @@ def run(config: RunConfig, arguments: Sequence[str]) -> int:
     """Train, then evaluate, export, sample and report.  Exit code 0 when finished or when stopped
     by a signal after saving, 1 when the health policy stopped the run."""
     device = choose_device(config)
+    initialize_process_group(device, config.parallel.timeout_minutes)
     folder = RunFolder(config.folder)
-    main_rank = int(os.environ.get("RANK", "0")) == 0
-    with owned(folder, main_rank):
-        initialize_process_group(device, config.parallel.timeout_minutes)
-        try:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    try:
+        with begun(config, device, folder), recorded(folder, rank):
             trainer = Trainer(config, device)
-            if main_rank:
+            if rank == 0:
                 write_records(folder, config, trainer, arguments)
-            with failed_unless_done(folder, main_rank):
-                outcome = trainer.run()
-                if outcome == "finished" and main_rank:
+                folder.write_status("running")
+            outcome = trainer.run()
+            if rank == 0:
+                if outcome == "finished":
                     finish(config, trainer)
-                if main_rank:
-                    folder.write_status(outcome)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
+                folder.write_status(outcome)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return EXIT_CODES[outcome]
 
 
 @contextlib.contextmanager
-def owned(folder: RunFolder, main_rank: bool) -> Iterator[None]:
-    """The main rank holds the run folder's lock; a folder in use stops the run before it begins."""
-    if not main_rank:
-        yield
-        return
-    folder.create()
-    with folder.lock():
+def begun(config: RunConfig, device: torch.device, folder: RunFolder) -> Iterator[None]:
+    """Every rank has checked what it can, then the main rank owns the run folder; or all ranks
+    raise ``ValueError`` and nothing was written."""
+    with contextlib.ExitStack() as owned:
+
+        def own(checked: list[None]) -> list[None]:
+            folder.create()
+            owned.enter_context(folder.lock())
+            return checked
+
+        group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        ranks = Ranks(group, ValueError)
+        ranks.exchange("cannot start", lambda: check_start(config, device, ranks.size), own)
         yield
 
 
 @contextlib.contextmanager
-def failed_unless_done(folder: RunFolder, main_rank: bool) -> Iterator[None]:
-    if main_rank:
-        folder.write_status("running")
+def recorded(folder: RunFolder, rank: int) -> Iterator[None]:
+    """A failure is noted in the run folder: its traceback in this rank's log, and ``status``."""
     try:
         yield
-    except BaseException:
-        if main_rank:
-            folder.write_status("failed")
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # the disk may be full
+            with folder.rank_log(rank).open("a") as log:
+                log.write(traceback.format_exc())
+            if rank == 0 and folder.read_status() == "running":
+                folder.write_status("failed")
+        if rank and isinstance(error, ValueError) and not isinstance(error, CheckpointError):
+            # What all ranks agreed on is reported by the main rank; this one is on its own.
+            raise RuntimeError(f"rank {rank} failed") from error
         raise
 
 

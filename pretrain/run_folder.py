@@ -74,8 +74,9 @@ class RunFolder:
                 folder.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError):
                 raise ValueError(f"run folder {self.path}: {folder} is not a directory") from None
-            except PermissionError:
-                raise ValueError(f"run folder {self.path}: no permission to create it") from None
+            except OSError as error:
+                text = f"run folder {self.path}: cannot create {folder}: {error.strerror}"
+                raise ValueError(text) from None
 
     def write_status(self, status: Status) -> None:
         assert status in get_args(Status), status

@@ -11,14 +11,20 @@ from torch import Tensor
 
 from parallel.apply import ParallelModel
 from parallel.checkpoint import CheckpointManager, load_checkpoint
-from parallel.checkpoint_format import latest_step, read_manifest, step_name
+from parallel.checkpoint_format import (
+    CheckpointError,
+    Manifest,
+    latest_step,
+    read_manifest,
+    step_name,
+)
 from parallel.resume import require_compatible
 
 from .config import RunConfig, check_run
-from .decode import decode, encode
+from .decode import decode, encode, fields_of
 from .health import HealthMonitor
 from .optimizer import ShardedAdamW
-from .yaml_text import COMMAND_LINE, combine, parse_overrides
+from .yaml_text import COMMAND_LINE, ConfigError, Problem, combine, nearest, parse_overrides
 
 
 def weights(model: ParallelModel) -> dict[str, Tensor]:
@@ -75,16 +81,27 @@ class RunState:
         return "starting from initial weights"
 
     def _resume(self, checkpoints: CheckpointManager, step: int, health: HealthMonitor) -> str:
-        saved = checkpoints.read_manifest(step).metadata
-        before = {**saved["config"], "data_fingerprint": saved["data_fingerprint"]}
-        now = {**self.encoded, "data_fingerprint": self.data_fingerprint}
-        changes = require_compatible(before, now, self.config.checkpoint.allow)
+        manifest = checkpoints.read_manifest(step)
+        changes = require_same_experiment(self.config, manifest, self.data_fingerprint)
+        saved = manifest.metadata
         checkpoints.load(step, self.tensors())
         self.step, self.samples = saved["step"], saved["samples"]
         self.optimizer.restore(saved["updates"])
         health.load_state_dict(saved["health"])
         note = f"resuming after step {step}"
         return f"{note}; settings that differ from the checkpoint:\n{changes}" if changes else note
+
+
+def require_same_experiment(config: RunConfig, manifest: Manifest, data_fingerprint: str) -> str:
+    """What changed since the checkpoint, for people; ``CheckpointError`` where that may not be."""
+    saved = manifest.metadata
+    missing = {"config", "data_fingerprint", "samples", "updates", "health"} - saved.keys()
+    if missing:
+        text = f"step {manifest.step} was not saved by a training run (no {', '.join(missing)})"
+        raise CheckpointError(f"{text}: use it as checkpoint.init_from of a run of another name")
+    before = {**saved["config"], "data_fingerprint": saved["data_fingerprint"]}
+    now = {**encode(config), "data_fingerprint": data_fingerprint}
+    return require_compatible(before, now, config.checkpoint.allow)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -97,15 +114,22 @@ def find_checkpoint(path: Path) -> Path:
             step = latest_step(root)
             if step is not None:
                 return root / step_name(step)
+    if not path.exists():
+        known = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ValueError(f"{path}: no such run or checkpoint{nearest(path.name, known)}")
     raise ValueError(f"{path}: there is no complete checkpoint in it")
 
 
 def checkpoint_config(path: Path, overrides: Iterable[str], **changes: dict[str, Any]) -> RunConfig:
     """The config that a checkpoint was saved with, for use in this job: its layout and batch are
     replaced by one data-parallel sequence each, before ``overrides`` and ``changes``."""
-    saved = read_manifest(path).metadata["config"]
+    overrides = list(overrides)
+    _refuse_without_effect(overrides)
+    saved = read_manifest(path).metadata.get("config")
+    if not isinstance(saved, dict) or "training" not in saved:
+        raise CheckpointError(f"{path} was not saved by a training run: it holds no settings")
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    fresh = {**saved, "parallel": {}, "checkpoint": {}, "finish": {}}
+    fresh = {**saved, "parallel": {}, "checkpoint": {}, "metrics": {}, "finish": {}}
     fresh["training"] = {**saved["training"], "micro_batch": 1}
     tree, sources = combine(
         [(str(path), fresh), (COMMAND_LINE, parse_overrides(overrides)), ("", changes)]
@@ -116,3 +140,24 @@ def checkpoint_config(path: Path, overrides: Iterable[str], **changes: dict[str,
     config = decode(RunConfig, tree, sources=sources)
     check_run(config, world_size, sources)
     return config
+
+
+# Settings that an evaluation depends on, besides --sequences.
+_EVALUATED = (
+    "model objective data precision kernels parallel device training.sequence_length "
+    "training.micro_batch"
+).split()
+
+
+def _refuse_without_effect(overrides: Iterable[str]) -> None:
+    keys = [text.partition("=")[0] for text in overrides]
+    known = fields_of(RunConfig)
+    ignored = [
+        key
+        for key in keys
+        if key.partition(".")[0] in known
+        and not any(f"{key}.".startswith(f"{root}.") for root in _EVALUATED)
+    ]
+    if ignored:
+        text = f"has no effect on an evaluation; settings of {', '.join(_EVALUATED)} have"
+        raise ConfigError([Problem(key, text, COMMAND_LINE) for key in ignored])

@@ -1,0 +1,125 @@
+"""What can be wrong about a run for the user's reasons, found before anything is written."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from data_tools.tokenizers import load_tokenizer
+from parallel.checkpoint_format import MANIFEST, TensorInfo, latest_step, read_manifest, step_name
+
+from .config import Problems, RunConfig
+from .data import build_blend, check_vocabulary, data_fingerprint, manifests
+from .evaluate import validation_blend
+from .optimizer import MOMENTS, fused_adam
+from .run_folder import RunFolder
+from .state import find_checkpoint, require_same_experiment
+from .trained import expected_shapes
+from .yaml_text import ConfigError, Problem
+
+
+def check_start(config: RunConfig, device: torch.device, world_size: int) -> None:
+    """``ConfigError`` with all that would stop this run on this rank's machine."""
+    found = kernel_problems(config, device) + data_problems(config, world_size)
+    if not found:
+        _collect(found, "checkpoint", lambda: check_checkpoint(config))
+    if found:
+        raise ConfigError([Problem(*problem) for problem in found])
+
+
+def check_evaluation(
+    config: RunConfig, device: torch.device, checkpoint: Path, world_size: int
+) -> None:
+    """``ConfigError`` with all that would stop the evaluation of ``checkpoint``."""
+    found = kernel_problems(config, device)
+    sources = config.data.validation
+    data_size = config.parallel.replicas(world_size) * config.parallel.fsdp
+    _collect(found, "data.validation", lambda: check_vocabulary(config, sources))
+    _collect(found, "data.validation", lambda: validation_blend(config, data_size))
+    _collect(found, "checkpoint", lambda: require_tensors(config, checkpoint, ("model",)))
+    if found:
+        raise ConfigError([Problem(*problem) for problem in dict.fromkeys(found)])
+
+
+def data_problems(config: RunConfig, world_size: int) -> Problems:
+    """Why the datasets cannot give what the run needs."""
+    data_size = config.parallel.replicas(world_size) * config.parallel.fsdp
+    samples = config.training.total_steps * config.training.batch
+    length, data = config.training.sequence_length, config.data
+    found: Problems = []
+    _collect(found, "data", lambda: check_vocabulary(config))
+    _collect(
+        found, "data.train", lambda: build_blend(data, data.train, length, config.seed, samples)
+    )
+    if data.validation:
+        _collect(found, "data.validation", lambda: validation_blend(config, data_size))
+    _collect(found, "data.tokenizer", lambda: check_tokenizer(config))
+    # What is wrong with a file stops several checks, and is said once.
+    first = {message: path for path, message in reversed(found)}
+    return [problem for problem in found if first[problem[1]] == problem[0]]
+
+
+def _collect(found: Problems, path: str, check: Callable[[], object]) -> None:
+    try:
+        check()
+    except ValueError as error:
+        found.append((path, str(error)))
+
+
+def kernel_problems(config: RunConfig, device: torch.device) -> Problems:
+    """Kernels that this machine or device does not have."""
+    found: Problems = []
+    attention = config.kernels.attention
+    if attention in ("flex", "flash") and device.type == "cpu":
+        why = "has no backward pass" if attention == "flex" else "does not run"
+        found.append(("kernels.attention", f"{attention} {why} on a CPU: use auto or sdpa"))
+    if attention == "flash" and importlib.util.find_spec("flash_attn") is None:
+        found.append(("kernels.attention", "flash needs flash-attn: pip install flash-attn"))
+    if config.kernels.optimizer == "apex":
+        _collect(found, "kernels.optimizer", fused_adam)
+    return found
+
+
+def check_tokenizer(config: RunConfig) -> None:
+    """``ValueError`` unless a tokenizer that is named, or needed in the end, made the data."""
+    if config.data.tokenizer is None and not config.finish.sample_tokens:
+        return
+    tokenizer = load_tokenizer(config.data.tokenizer_folder)
+    made_by = manifests(config.data.train)[0].tokenizer
+    if tokenizer.sha256 != made_by["sha256"]:
+        raise ValueError(
+            f"{config.data.tokenizer_folder} holds tokenizer {tokenizer.name}, but "
+            f"{config.data.train[0].path} was made with {made_by['name']}"
+        )
+
+
+def check_checkpoint(config: RunConfig) -> None:
+    """``ValueError`` unless the checkpoint that the run would go on or start from fits it."""
+    root = RunFolder(config.folder).checkpoints
+    step = latest_step(root)
+    if step is not None:
+        path = root / step_name(step)
+        require_same_experiment(config, read_manifest(path), data_fingerprint(config))
+        require_tensors(config, path, ("model", *(f"optimizer/{moment}" for moment in MOMENTS)))
+    elif config.checkpoint.init_from is not None:
+        require_tensors(config, find_checkpoint(Path(config.checkpoint.init_from)), ("model",))
+
+
+def require_tensors(config: RunConfig, path: Path, prefixes: tuple[str, ...]) -> None:
+    """``ValueError`` unless the checkpoint holds this model's tensors in its shapes and dtype."""
+    saved, dtype = read_manifest(path).tensors, config.precision.weight_dtype
+    problems = []
+    for name, shape in expected_shapes(config.model, padded=True).items():
+        wanted = TensorInfo.of(shape, dtype)
+        for full in (f"{prefix}/{name}" for prefix in prefixes):
+            if saved.get(full) != wanted:
+                problems.append(f"{full}: saved {saved.get(full, 'nothing')}, wanted {wanted}")
+    if problems:
+        shown = "; ".join(problems[:4]) + ("; ..." if len(problems) > 4 else "")
+        raise ValueError(
+            f"{path} does not fit this run's model and precision.weights ({len(problems)} tensors "
+            f"differ): {shown}. The settings it was saved with are in {path / MANIFEST}"
+        )
