@@ -48,6 +48,8 @@ class Case:
     micro_batches: int = 1  # per data rank
     sequences: int = 12  # in the global batch
     dtype: torch.dtype = torch.float64
+    compute_dtype: torch.dtype | None = None
+    compile: bool = False
     sabotage: Callable[[Engine], None] | None = None
 
     def reference(self) -> Case:
@@ -93,9 +95,10 @@ def micro_batches(case: Case, engine: Engine, step: int = 0) -> list[Any]:
 
 def build(case: Case) -> Engine:
     mesh = build_mesh(case.parallel, torch.device("cpu"))
-    engine = build_engine(
-        case.model, case.parallel, mesh, BuildOptions(dtype=case.dtype, seed=7), SEQUENCE
+    options = BuildOptions(
+        dtype=case.dtype, compute_dtype=case.compute_dtype, seed=7, compile=case.compile
     )
+    engine = build_engine(case.model, case.parallel, mesh, options, SEQUENCE)
     # Larger weights than the default: gradients of every parameter must be far from rounding.
     for name, parameter in engine.model.named_parameters():
         if parameter.dim() > 1 and "embedding" not in name and "head" not in name:
