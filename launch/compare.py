@@ -19,18 +19,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pretrain.decode import diff
+from launch._command import Parser
+from pretrain.decode import diff, encode
 from pretrain.metrics import unit_of
 from pretrain.run_folder import RunFolder, json_value, read_metrics
 from pretrain.yaml_text import load_yaml_files, nearest
 
-# Configuration that names or shows a run and cannot change its training.
-BOOKKEEPING = ("name", "metrics")
-# First parts of configuration paths from which another initial weight or batch can follow.
+# Configuration that names, stores or shows a run and cannot change its training.
+BOOKKEEPING = (
+    "name runs_folder metrics finish evaluation.every checkpoint.every checkpoint.keep_last "
+    "checkpoint.keep_every checkpoint.asynchronous checkpoint.allow"
+).split()
+# Configuration from which another initial weight or batch can follow.
 CAUSES = {
-    "init_hash": ("model", "objective", "seed", "init"),
+    "init_hash": ("model", "objective", "seed", "precision.weights", "checkpoint.init_from"),
     "parameters": ("model", "objective"),
-    "data_hash": ("data", "seed"),
+    "data_hash": ("data.train", "data.samples", "training.sequence_length", "seed"),
 }
 COMPUTING_PACKAGES = (
     "torch numpy triton tokenizers megatron-core transformer-engine flash-attn apex"
@@ -79,7 +83,7 @@ class Figure:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="compare.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -94,10 +98,10 @@ def main(argv: list[str] | None = None) -> int:
         help="the factor that may differ, such as model.norm; can be given several times",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
-    options = parser.parse_args(argv)
     try:
+        options = parser.parse_args(argv)
         a, b = load(options.a), load(options.b)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     differences = find_differences(a, b)
@@ -117,7 +121,9 @@ def load(given: str) -> Run:
     """Read a run folder or a configuration file. ValueError says what is missing."""
     path = Path(given)
     if path.is_file():
-        return Run(given, load_yaml_files([path])[str(path)])
+        from pretrain.config import load_run_config  # it loads torch, which run folders do not need
+
+        return Run(given, encode(load_run_config([path], [], None)))
     if not path.is_dir():
         known = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ValueError(f"{given}: no such run folder or file{nearest(path.name, known)}")
@@ -150,11 +156,10 @@ def find_differences(a: Run, b: Run) -> list[Difference]:
     """Every difference, the configuration first, so that consequences can name their cause."""
     found = []
     for path, left, right in _leaves(diff(a.config, b.config)):
-        parts = path.split(".")
-        if parts[0] in BOOKKEEPING:
+        if within(path, BOOKKEEPING):
             found.append(Difference(path, left, right, "", "cannot change training"))
         else:
-            found.append(Difference(path, left, right, ".".join(parts[:2])))
+            found.append(Difference(path, left, right, ".".join(path.split(".")[:2])))
     factors = _factors(found)
     if a.fingerprints is not None and b.fingerprints is not None:
         for key, left, right in diff(a.fingerprints, b.fingerprints):
@@ -180,9 +185,13 @@ def _leaves(found: Iterable[tuple[str, Any, Any]]) -> Iterator[tuple[str, Any, A
             yield path, a, b
 
 
+def within(path: str, sections: Iterable[str]) -> bool:
+    """Whether a dotted path is one of ``sections`` or lies below one."""
+    return any(f"{path}.".startswith(f"{section}.") for section in sections)
+
+
 def _can_cause(factor: str, fingerprint: str) -> bool:
-    parts = factor.split(".")
-    return parts[0] in CAUSES.get(fingerprint, ()) or "tokenizer" in parts
+    return within(factor, CAUSES.get(fingerprint, ())) or "tokenizer" in factor.split(".")
 
 
 def _environment_factor(path: str) -> str:
@@ -205,7 +214,7 @@ def judge(
     where = "" if proven else " (configurations alone: weights, data and code were not compared)"
     if expected:
         paths = [d.path for d in differences if d.factor]
-        beyond = [p for p in paths if not any(f"{p}.".startswith(f"{e}.") for e in expected)]
+        beyond = [path for path in paths if not within(path, expected)]
         if beyond:
             return 1, f"beyond {', '.join(expected)}, these differ: {', '.join(beyond)}{where}"
         nothing = "" if factors else ", and not even that"

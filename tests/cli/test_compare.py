@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from launch.compare import main
-from pretrain.decode import dump_yaml
+from pretrain.config import RunConfig
+from pretrain.decode import decode, dump_yaml
 from pretrain.metrics import MetricLogger, MetricsConfig
 from pretrain.run_folder import RunFolder, write_json
 from pretrain.yaml_text import merge
@@ -212,9 +213,16 @@ def test_json(tmp_path, capsys) -> None:
 
 
 def test_configuration_files_compare_without_a_proof(tmp_path, capsys) -> None:
+    """A recipe is resolved first: what it leaves out is no difference from a run's full record."""
+    tree = {
+        "model": {"vocab_size": 300, "layers": 4},
+        "data": {"train": [{"path": "d"}]},
+        "training": {"steps": 200},
+    }
     run = make_run(tmp_path / "a")
+    (tmp_path / "a" / "config.yaml").write_text(dump_yaml(decode(RunConfig, tree)))
     recipe = tmp_path / "b.yaml"
-    recipe.write_text(dump_yaml(merge(CONFIG, {"model": {"layers": 8}})))
+    recipe.write_text(dump_yaml(merge(tree, {"model": {"layers": 8}, "name": "b"})))
     for first, second in ((run, str(recipe)), (str(recipe), run)):
         code, out = compare(capsys, first, second)
         assert code == 0
