@@ -12,6 +12,7 @@ import torch
 
 from data_tools.manifest import Manifest
 from models.config import SIZES, ModelConfig
+from models.hf_names import NATIVE_TARGETS, obstacles
 from parallel.mesh import ParallelConfig, layout_problems
 
 from .decode import decode, read_layers, source_of
@@ -304,6 +305,11 @@ class RunConfig:
             if self.precision.compute != "bfloat16":
                 text = f"flash computes in bfloat16 only, not {self.precision.compute}"
                 found.append(("kernels.attention", text))
+        if self.finish.export in NATIVE_TARGETS:
+            reasons = obstacles(self.model, self.finish.export)
+            if reasons:
+                text = f"{self.finish.export} cannot represent this model: {'; '.join(reasons)}"
+                found.append(("finish.export", text))
         return found
 
     @property

@@ -24,6 +24,8 @@ from .yaml_text import ConfigError, Problem
 def check_start(config: RunConfig, device: torch.device, world_size: int) -> None:
     """``ConfigError`` with all that would stop this run on this rank's machine."""
     found = kernel_problems(config, device) + data_problems(config, world_size)
+    if config.finish.export != "none" and importlib.util.find_spec("transformers") is None:
+        found.append(("finish.export", "needs transformers: pip install 'midspan[hf]', or none"))
     if not found:
         _collect(found, "checkpoint", lambda: check_checkpoint(config))
     if found:
