@@ -4,63 +4,84 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from data_tools.tokenizers import load_tokenizer
+from models.collectives import bind
+from models.decoding import Sampling, generate
+
 from .config import RunConfig
 from .data import bytes_per_token, manifests
+from .export import export_hugging_face
 from .report import write_report
-from .run_folder import write_atomic
+from .run_folder import RunFolder, read_metrics, write_atomic
 from .state import find_checkpoint
-from .trainer import Trainer
+from .trained import build_model, open_trained
+
+Artefacts = dict[str, Path | str]
 
 
-def references(config: RunConfig) -> dict[str, float]:
+def finish(config: RunConfig, folder: RunFolder) -> None:
+    """Main rank, after training.  Everything here can be made again from the checkpoint."""
+    bind({})  # what follows is this process's own: no axis reaches the other ranks any more
+    checkpoint = find_checkpoint(folder.path)
+    artefacts: Artefacts = {"checkpoint": checkpoint}
+    if config.finish.export != "none":
+        artefacts["Hugging Face"] = _export(config, folder, checkpoint)
+    sample = _sample(config, folder, checkpoint, artefacts) if config.finish.sample_tokens else ""
+    ratio = bytes_per_token(config.data.validation) if config.data.validation else None
+    references = _references(config) if ratio is not None else {}
+    if config.finish.report:
+        artefacts["loss curve"], artefacts["report"] = write_report(
+            folder,
+            bytes_per_token=ratio,
+            references=references,
+            sample=sample,
+            artefacts=artefacts,
+        )
+    if "tensorboard" in config.metrics.trackers:
+        artefacts["TensorBoard"] = folder.events
+    _say_what_was_learned(folder, references)
+    places = "; ".join(f"{name} {_short(path)}" for name, path in artefacts.items())
+    print(f"finished: {places}", flush=True)
+
+
+def _export(config: RunConfig, folder: RunFolder, checkpoint: Path) -> Path:
+    target = folder.path / "huggingface"
+    done = export_hugging_face(checkpoint, target, target=config.finish.export, force=True)
+    for note in done.notes:
+        print(note, flush=True)
+    print(f"exported as {done.target}: {done.verification}", flush=True)
+    return target
+
+
+def _sample(config: RunConfig, folder: RunFolder, checkpoint: Path, artefacts: Artefacts) -> str:
+    tokenizer = load_tokenizer(config.data.tokenizer_folder)
+    prompt = tokenizer.encode(config.finish.prompt) or [tokenizer.eos_id or 0]
+    model = build_model(open_trained(checkpoint))
+    tokens = config.finish.sample_tokens
+    [ids] = generate(
+        model, [prompt], tokens, Sampling(temperature=0.8), eos=tokenizer.eos_id, seed=config.seed
+    )
+    text = config.finish.prompt + tokenizer.decode(ids)
+    artefacts["sample"] = folder.path / "sample.txt"
+    write_atomic(folder.path / "sample.txt", text + "\n")
+    print(f"sample:\n{text}", flush=True)
+    return text
+
+
+def _references(config: RunConfig) -> dict[str, float]:
     """Bits per byte that other models of the same text cost, where the dataset records them."""
     sets = manifests(config.data.validation)
     found = sets[0].reference_bits_per_byte if len(sets) == 1 else None
-    return dict(found or {})
+    names = {"order2": "order-2 byte model", "gzip": "gzip -9", "xz": "xz"}
+    return {names.get(name, name): value for name, value in (found or {}).items()}
 
 
-def finish(config: RunConfig, trainer: Trainer) -> None:
-    """Main rank, after training.  Everything here can be made again from the checkpoint."""
-    folder = trainer.folder
-    checkpoint = find_checkpoint(folder.path)
-    artefacts: dict[str, Path | str] = {"checkpoint": checkpoint}
-    sample = ""
-    if config.finish.export != "none":
-        from .export import export_checkpoint
-
-        target = folder.path / "huggingface"
-        line = export_checkpoint(
-            checkpoint, target, target=config.finish.export, force=True, verify=True
-        )
-        print(line, flush=True)
-        artefacts["Hugging Face"] = target
-    if config.finish.sample_tokens:
-        from .export import sample_text
-
-        sample = sample_text(
-            checkpoint, config.finish.prompt, config.finish.sample_tokens, seed=config.seed
-        )
-        path = folder.path / "sample.txt"
-        write_atomic(path, sample + "\n")
-        print(f"sample: {sample}", flush=True)
-        artefacts["sample"] = path
-    known = references(config)
-    ratio = bytes_per_token(config.data.validation) if config.data.validation else None
-    if ratio is None:
-        known = {}
-    if config.finish.report:
-        picture, report = write_report(
-            folder, bytes_per_token=ratio, references=known, sample=sample, artefacts=artefacts
-        )
-        artefacts |= {"loss curve": picture, "report": report}
-    final = trainer.logger.last_row.get("eval/bits_per_byte")
-    if final is not None and known:
-        others = ", ".join(f"{name} {value:.3f}" for name, value in known.items())
-        print(f"bits per byte of the validation text: this model {final:.3f}; {others}")
-    if "tensorboard" in config.metrics.trackers:
-        artefacts["TensorBoard"] = folder.events
-    places = "; ".join(f"{name}: {_short(path)}" for name, path in artefacts.items())
-    print(f"finished. {places}", flush=True)
+def _say_what_was_learned(folder: RunFolder, references: dict[str, float]) -> None:
+    rows = [row for row in read_metrics(folder.metrics) if "eval/bits_per_byte" in row]
+    if rows and references:
+        others = ", ".join(f"{name} {value:.3f}" for name, value in references.items())
+        final = rows[-1]["eval/bits_per_byte"]
+        print(f"bits per byte of the validation text: this model {final:.3f}; {others}", flush=True)
 
 
 def _short(path: Path | str) -> str:

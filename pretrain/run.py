@@ -40,7 +40,7 @@ def run(config: RunConfig, arguments: Sequence[str]) -> int:
             outcome = trainer.run()
             if rank == 0:
                 if outcome == "finished":
-                    finish(config, trainer)
+                    finish(config, folder)
                 folder.write_status(outcome)
     finally:
         if dist.is_initialized():
