@@ -299,8 +299,8 @@ def test_evaluation_is_equal_and_keeps_no_gradient_buffers() -> None:
 def test_chosen_chunks_bound_the_logits() -> None:
     for vocab in (1, 1000, 50_257, 128_256, 10**6):
         rows = HeadOptions(vocab).rows_per_chunk(vocab)
-        assert 64 <= rows <= 4096
-        assert rows == 64 or rows * vocab <= 2**22
+        assert 256 <= rows <= 4096
+        assert rows == 256 or rows * vocab <= 2**20
     assert HeadOptions(10, chunk_rows=5).rows_per_chunk(10**6) == 5
 
 
