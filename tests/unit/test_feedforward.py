@@ -1,0 +1,71 @@
+"""Feed-forward layers: the papers' formulas, gradients, shares of features."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.feedforward import FEEDFORWARDS
+
+WIDTH, HIDDEN = 6, 8
+
+
+def build(name: str) -> Any:
+    module = FEEDFORWARDS.build(FEEDFORWARDS.config_class(name)(hidden=HIDDEN), WIDTH).double()
+    for index, parameter in enumerate(module.parameters()):
+        g = torch.Generator().manual_seed(index)
+        parameter.data = torch.randn(parameter.shape, generator=g, dtype=torch.float64)
+    return module
+
+
+def rows() -> Tensor:
+    g = torch.Generator().manual_seed(9)
+    return torch.randn(2, 3, WIDTH, generator=g, dtype=torch.float64)
+
+
+def test_swiglu_is_the_formula() -> None:
+    module, x = build("swiglu"), rows()
+    gate, up = x @ module.gate_proj.weight.T, x @ module.up_proj.weight.T
+    wanted = (gate / (1 + (-gate).exp()) * up) @ module.down_proj.weight.T
+    torch.testing.assert_close(module(x), wanted, rtol=1e-13, atol=1e-14)
+
+
+def test_gelu_is_the_exact_formula() -> None:
+    module, x = build("gelu"), rows()
+    up = x @ module.up_proj.weight.T
+    wanted = (up * (1 + torch.erf(up / math.sqrt(2))) / 2) @ module.down_proj.weight.T
+    torch.testing.assert_close(module(x), wanted, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", FEEDFORWARDS.names())
+def test_gradients(name: str) -> None:
+    module, x = build(name), rows()[:1, :2].clone().requires_grad_()
+    parameters = dict(module.named_parameters())
+
+    def call(x: Tensor, *values: Tensor) -> Any:
+        return torch.func.functional_call(module, dict(zip(parameters, values)), (x,))
+
+    assert torch.autograd.gradcheck(call, (x, *parameters.values()))
+
+
+@pytest.mark.parametrize("name", FEEDFORWARDS.names())
+def test_shares_of_features_add_up_to_the_whole(name: str) -> None:
+    x, total = rows(), torch.zeros(2, 3, WIDTH, dtype=torch.float64)
+    for rank in range(2):
+        share = build(name)
+        for key, parameter in share.named_parameters():
+            dim = {"column": 0, "row": 1}[share.plan[key]]
+            parameter.data = parameter.data.chunk(2, dim)[rank].contiguous()
+        total += share(x)
+    torch.testing.assert_close(total, build(name)(x), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", FEEDFORWARDS.names())
+def test_problems(name: str) -> None:
+    config = FEEDFORWARDS.config_class(name)
+    assert config(hidden=1).problems() == []
+    assert config(hidden=0).problems() == [("hidden", "must be positive, got 0")]
