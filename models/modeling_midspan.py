@@ -37,13 +37,16 @@ def exported_config(config: MidspanConfig) -> ModelConfig:
 
 
 class _CacheStore:
-    """A transformers cache as the store that our attention layers extend."""
+    """A transformers cache as the store that our attention layers extend, from slot ``past``."""
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache: Any, past: int) -> None:
         self.cache = cache
+        self.past = past
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self.cache.update(k, v, layer)
+        slots = torch.arange(self.past, self.past + k.shape[2], device=k.device)
+        # the early static caches of transformers 5 ask where to write, the later ones know
+        keys, values = self.cache.update(k, v, layer, {"cache_position": slots})
         return keys, values
 
 
@@ -64,7 +67,7 @@ class MidspanPreTrainedModel(PreTrainedModel):
             elif parameter.dim() == 1:
                 nn.init.ones_(parameter)
             else:
-                nn.init.normal_(parameter, std=exported_config(self.config).init.std)
+                nn.init.normal_(parameter, std=decode_model(self.config.model).init.std)
 
 
 class MidspanModel(MidspanPreTrainedModel):
@@ -212,7 +215,7 @@ def _context(
             positions = padded_positions(documents)[:, past:]
     if position_ids is not None:
         positions = position_ids
-    store = None if cache is None else _CacheStore(cache)
+    store = None if cache is None else _CacheStore(cache, past)
     return DecodingContext(
         positions, documents=documents, store=store, offset=past, visible=visible
     )

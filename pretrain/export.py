@@ -40,7 +40,7 @@ from pretrain.yaml_text import nearest
 TARGETS = ("auto", *NATIVE_TARGETS, CUSTOM_TARGET)
 DTYPES = ("stored", "float32", "bfloat16", "float16")
 DEFAULT_SHARD_BYTES = 5 * 10**9
-_ENTRY_FILE = "modeling_midspan.py"
+_ENTRY_FILES = ("configuration_midspan", "modeling_midspan")
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)
 
 
@@ -284,17 +284,26 @@ def _save_tokenizer(
 
 
 def copy_model_code(folder: Path) -> None:
-    """Copy modeling_midspan.py and every file of models/ that it needs."""
+    """Copy the two files that transformers asks for and every file of models/ they need.
+
+    transformers 5.0 copies only what these two import themselves; so they name all the rest, in
+    lines that are never executed.
+    """
     source = Path(models.__file__ or "").parent
-    waiting, done = [_ENTRY_FILE], set()
-    while waiting:
-        name = waiting.pop()
-        if name in done:
-            continue
-        done.add(name)
-        shutil.copyfile(source / name, folder / name)
-        code = (source / name).read_text(encoding="utf-8")
-        waiting += [f"{module}.py" for module in _RELATIVE_IMPORT.findall(code)]
+    for entry in _ENTRY_FILES:
+        waiting, needed = [entry], set[str]()
+        while waiting:
+            name = waiting.pop()
+            code = (source / f"{name}.py").read_text(encoding="utf-8")
+            new = set(_RELATIVE_IMPORT.findall(code)) - needed
+            needed |= new
+            waiting += new
+        for name in needed - set(_ENTRY_FILES):
+            shutil.copyfile(source / f"{name}.py", folder / f"{name}.py")
+        code = (source / f"{entry}.py").read_text(encoding="utf-8")
+        lines = [f"    from .{name} import __doc__  # noqa\n" for name in sorted(needed)]
+        text = f"{code}\n\n# For loaders that look no further than this file.\nif False:\n"
+        (folder / f"{entry}.py").write_text(text + "".join(lines), encoding="utf-8")
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
