@@ -20,10 +20,15 @@ class Parser(argparse.ArgumentParser):
 def report(error: Exception) -> int:
     """Print the error once for all ranks, and return the exit code.
 
-    What every rank found is printed by the main rank: torchrun then ends the others while they
-    wait here.  One that is still there found something that the main rank did not.
+    What every rank found on its own, in a recipe for example, is printed by the main rank:
+    torchrun then ends the others while they wait here.  One that is still there found something
+    that the main rank did not.
     """
+    from parallel.agreement import is_agreed  # loads torch, which --help need not wait for
+
     rank = int(os.environ.get("RANK", "0"))
+    if rank and is_agreed(error):
+        return 2
     if rank:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(PATIENCE_SECONDS)

@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
+_AGREED = "(raised on every rank)"
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -60,7 +62,11 @@ class Ranks:
             sent = answers if self.rank == 0 else None
             dist.scatter_object_list(answer, sent, group=self.group, group_src=0)
         if answer[0].error is not None:
-            raise (self.error if answer[0].expected else RuntimeError)(f"{what}: {answer[0].error}")
+            error = (self.error if answer[0].expected else RuntimeError)(
+                f"{what}: {answer[0].error}"
+            )
+            error.add_note(_AGREED)
+            raise error
         return answer[0].value
 
     def _attempt(self, work: Callable[[], T]) -> _Outcome[T]:
@@ -95,6 +101,11 @@ class Ranks:
         if result.value is None:
             return [_Outcome(error=result.error, expected=result.expected)] * self.size
         return [_Outcome(value) for value in result.value]
+
+
+def is_agreed(error: BaseException) -> bool:
+    """Whether all ranks raised this same error together, so that one of them can report it."""
+    return _AGREED in getattr(error, "__notes__", ())
 
 
 def numbers(values: Iterable[int]) -> str:

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from parallel.agreement import Ranks
-from parallel.checkpoint_format import CheckpointError
+from parallel.agreement import Ranks, is_agreed
 from parallel.mesh import initialize_process_group
 
 from .config import RunConfig
@@ -76,8 +75,8 @@ def recorded(folder: RunFolder, rank: int) -> Iterator[None]:
                 log.write(traceback.format_exc())
             if rank == 0 and folder.read_status() == "running":
                 folder.write_status("failed")
-        if rank and isinstance(error, ValueError) and not isinstance(error, CheckpointError):
-            # What all ranks agreed on is reported by the main rank; this one is on its own.
+        if rank and isinstance(error, ValueError) and not is_agreed(error):
+            # The main rank, which reports what all ranks raise, does not know of this one.
             raise RuntimeError(f"rank {rank} failed") from error
         raise
 

@@ -184,13 +184,22 @@ def write_atomic(path: Path, text: str) -> None:
     """Write a whole file; a reader, or a kill at any instant, finds the old or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w") as file:
+        with naming(path), temporary.open("w") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors of writing, such as a full disk, name the file."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -212,7 +221,7 @@ def json_value(value: Any) -> Any:
 def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
     """Append one flat object as one line, in one write. Non-finite floats become strings."""
     line = json.dumps({key: json_value(value) for key, value in row.items()}, allow_nan=False)
-    with path.open("a") as file:
+    with naming(path), path.open("a") as file:
         file.write(line + "\n")
 
 

@@ -1,0 +1,177 @@
+"""launch/pretrain.py: a whole run, its artefacts, going on after signals, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import compare, evaluate, pretrain
+from parallel.checkpoint_format import list_steps, open_checkpoint
+from pretrain.config import RunConfig, load_run_config
+from pretrain.decode import fields_of
+from pretrain.run_folder import RunFolder, read_metrics
+from tests.cli.workspace import Workspace, listing, prepared, signals_restored
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Workspace:
+    work = Workspace(tmp_path, prepared(tmp_path_factory))
+    work.change(schedule={"warmup_steps": 1}, metrics={"trackers": ["tensorboard"]})
+    return work
+
+
+def torchrun(workspace: Workspace, *overrides: str) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    script = str(ROOT / "launch" / "pretrain.py")
+    return [*command, "2", script, str(workspace.recipe), *overrides]
+
+
+def weights(folder: Path, step: int) -> dict[str, bytes]:
+    stored = open_checkpoint(folder / "checkpoints" / f"step_{step:08d}")
+    return {name: stored[name].numpy().tobytes() for name in stored}
+
+
+def test_a_run_leaves_its_artefacts_and_is_evaluated(workspace: Workspace, capsys) -> None:
+    workspace.train()
+    out = capsys.readouterr().out
+    assert "starting from initial weights" in out
+    assert "4/4  eval  loss" in out
+    run = RunFolder(workspace.folder)
+    assert run.read_status() == "finished"
+    assert load_run_config([run.config], [], 1) == load_run_config([workspace.recipe], [], 1)
+    assert json.loads(run.environment.read_text())["world_size"] == 1
+    assert set(json.loads(run.fingerprints.read_text())) >= {"init_hash", "data_hash", "parameters"}
+    assert run.command.read_text().startswith("launch/pretrain.py")
+    assert list(run.events.glob("events.out.tfevents.*"))
+    rows = read_metrics(run.metrics)
+    assert [row["step"] for row in rows] == [1, 4]
+    assert rows[-1]["data/tokens"] == 4 * 256
+    assert list_steps(run.checkpoints) == [2, 4]
+    last = out.splitlines()[-1]
+    assert last.startswith("finished: ")
+    assert str(run.checkpoints / "step_00000004") in last
+
+    logged = rows[-1]["eval/loss"]
+    assert evaluate.main([str(workspace.folder), "--sequences", "8", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["tokens"] == 8 * 32
+    assert figures["loss"] == pytest.approx(logged, abs=1e-5)
+
+
+def test_a_finished_run_stays_and_a_longer_one_goes_on(workspace: Workspace, capsys) -> None:
+    workspace.train()
+    before = listing(workspace.folder / "checkpoints")
+    workspace.train()
+    assert listing(workspace.folder / "checkpoints") == before
+    capsys.readouterr()
+    workspace.train("training.steps=6")
+    assert "resuming after step 4" in capsys.readouterr().out
+    assert list_steps(workspace.folder / "checkpoints") == [4, 6]
+    history = (workspace.folder / "resume_history.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in history] == [0, 4, 4]
+
+
+def test_initial_weights_of_another_run(workspace: Workspace, capsys) -> None:
+    workspace.train()
+    workspace.train("name=next", f"checkpoint.init_from={workspace.folder}", "training.steps=2")
+    assert f"starting from the weights of {workspace.folder}" in capsys.readouterr().out
+    hashes = [
+        json.loads((workspace.folder.parent / name / "fingerprints.json").read_text())["init_hash"]
+        for name in ("tiny", "next")
+    ]
+    assert hashes[0] != hashes[1]
+    runs = [str(workspace.folder), str(workspace.folder.parent / "next")]
+    compare.main([*runs, "--expect", "checkpoint.init_from"])
+    assert "follows from checkpoint.init_from" in capsys.readouterr().out
+
+
+def test_printed_config_is_a_recipe(workspace: Workspace, capsys) -> None:
+    workspace.tree["model"] = {"size": "1m"}  # and the vocabulary of the data
+    workspace.change()
+    command = [str(workspace.recipe), "model.norm=layer", "seed=3", "--print-config"]
+    assert pretrain.main(command) == 0
+    text = capsys.readouterr().out
+    again = workspace.root / "printed.yaml"
+    again.write_text(text)
+    assert pretrain.main([str(again), "--print-config"]) == 0
+    assert capsys.readouterr().out == text
+    config = load_run_config([again], [], 1)
+    assert config == load_run_config([workspace.recipe], command[1:3], 1)
+    assert (config.model.layers, config.model.vocab_size) == (4, 257)
+    assert not workspace.folder.exists()
+
+
+def test_keys_lists_every_setting(capsys) -> None:
+    assert pretrain.main(["--keys"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    first = {words[0] for words in lines}
+    for section in fields_of(RunConfig):
+        assert any(key == section or key.startswith(f"{section}.") for key in first), section
+    assert {"optimizer.lr", "parallel.pipeline.schedule", "checkpoint.allow"} <= first
+
+
+def test_a_path_with_an_equals_sign_is_a_recipe(workspace: Workspace, capsys) -> None:
+    folder = workspace.root / "lr=1"
+    folder.mkdir()
+    (folder / "copy.yaml").write_text(workspace.recipe.read_text())
+    assert pretrain.main([str(folder / "copy.yaml"), "seed=3", "--print-config"]) == 0
+    assert "\nseed: 3\n" in capsys.readouterr().out
+
+
+def test_a_signal_stops_a_run_and_the_same_command_finishes_it(workspace: Workspace) -> None:
+    """SIGTERM to torchrun reaches every rank: they agree on a step, save, and end cleanly."""
+    steps = 60
+    workspace.change(
+        training={"steps": steps}, checkpoint={"every": 0}, metrics={"every": 1, "trackers": []}
+    )
+    command = torchrun(workspace)
+    run = RunFolder(workspace.folder)
+    slow = [*command, "training.steps=100000", "data.train=" + _endless(workspace)]
+    with subprocess.Popen(slow, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        deadline = time.monotonic() + 60
+        while not (run.metrics.exists() and run.metrics.stat().st_size) and process.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    text = output.decode()
+    assert run.read_status() == "preempted", text
+    (stopped,) = list_steps(run.checkpoints)
+    assert 0 < stopped < 100000
+    assert 'Traceback (most recent call last):\n  File "' + str(ROOT / "launch") not in text
+
+    last = stopped + 3
+    finish = [str(workspace.recipe), f"training.steps={last}", "data.train=" + _endless(workspace)]
+    with signals_restored():
+        assert pretrain.main(finish) == 0  # on one process: another layout
+    assert run.read_status() == "finished"
+    assert list_steps(run.checkpoints)[-1] == last
+    steps_logged = [row["step"] for row in read_metrics(run.metrics)]
+    assert steps_logged == list(range(1, last + 1))
+
+
+def _endless(workspace: Workspace) -> str:
+    return f"[{{path: {workspace.root / 'data' / 'train'}, max_epochs: .inf}}]"
+
+
+def test_two_processes_save_what_one_process_loads(workspace: Workspace, capsys) -> None:
+    done = subprocess.run(torchrun(workspace), capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\nfinished: ") == 1
+    run = RunFolder(workspace.folder)
+    assert run.read_status() == "finished"
+    assert sorted(path.name for path in run.logs.iterdir()) == ["rank0.log", "rank1.log"]
+    assert json.loads(run.environment.read_text())["world_size"] == 2
+    before = weights(workspace.folder, 4)
+    workspace.train("training.steps=5")
+    assert "resuming after step 4" in capsys.readouterr().out
+    assert weights(workspace.folder, 4) == before
+    assert weights(workspace.folder, 5) != before
