@@ -91,7 +91,7 @@ class Stage:
         """Gradient of the loss w.r.t. this stage's input (None where ids were the input)."""
         inputs, out = self._saved.pop(index)
         self._backwards += 1
-        self._synchronise(last=self._backwards == len(self.micro_batches))
+        self._synchronise(self._backwards == len(self.micro_batches))
         torch.autograd.backward(out, grad_output)
         return None if inputs is None else inputs.grad
 

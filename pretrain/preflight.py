@@ -14,6 +14,7 @@ from parallel.checkpoint_format import MANIFEST, TensorInfo, latest_step, read_m
 from .config import Problems, RunConfig
 from .data import build_blend, check_vocabulary, data_fingerprint, manifests
 from .evaluate import validation_blend
+from .initial_weights import check_hugging_face, is_hugging_face
 from .optimizer import MOMENTS, fused_adam
 from .run_folder import RunFolder
 from .state import find_checkpoint, require_same_experiment
@@ -107,7 +108,11 @@ def check_checkpoint(config: RunConfig) -> None:
         require_same_experiment(config, read_manifest(path), data_fingerprint(config))
         require_tensors(config, path, ("model", *(f"optimizer/{moment}" for moment in MOMENTS)))
     elif config.checkpoint.init_from is not None:
-        require_tensors(config, find_checkpoint(Path(config.checkpoint.init_from)), ("model",))
+        source = Path(config.checkpoint.init_from)
+        if is_hugging_face(source):
+            check_hugging_face(config, source)
+        else:
+            require_tensors(config, find_checkpoint(source), ("model",))
 
 
 def require_tensors(config: RunConfig, path: Path, prefixes: tuple[str, ...]) -> None:

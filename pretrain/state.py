@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from parallel.apply import ParallelModel
-from parallel.checkpoint import CheckpointManager, load_checkpoint
+from parallel.checkpoint import CheckpointManager
 from parallel.checkpoint_format import (
     CheckpointError,
     Manifest,
@@ -68,19 +68,9 @@ class RunState:
     def save(self, checkpoints: CheckpointManager, health: HealthMonitor) -> None:
         checkpoints.save(self.step, self.tensors(), self.metadata(health))
 
-    def start(self, checkpoints: CheckpointManager, health: HealthMonitor) -> str:
-        """Resume from the newest checkpoint, or start from other weights, or from scratch.  Says
-        which.  ``ValueError`` when the checkpoint is of another experiment."""
-        latest = checkpoints.latest()
-        if latest is not None:
-            return self._resume(checkpoints, latest, health)
-        if self.config.checkpoint.init_from is not None:
-            path = find_checkpoint(Path(self.config.checkpoint.init_from))
-            load_checkpoint(path, weights(self.model), checkpoints.process_group)
-            return f"starting from the weights of {path}"
-        return "starting from initial weights"
-
-    def _resume(self, checkpoints: CheckpointManager, step: int, health: HealthMonitor) -> str:
+    def resume(self, checkpoints: CheckpointManager, step: int, health: HealthMonitor) -> str:
+        """Go on after the checkpoint of ``step``; returns a note for people.  ``ValueError`` when
+        it is of another experiment."""
         manifest = checkpoints.read_manifest(step)
         changes = require_same_experiment(self.config, manifest, self.data_fingerprint)
         saved = manifest.metadata
@@ -117,7 +107,10 @@ def find_checkpoint(path: Path) -> Path:
     if not path.exists():
         known = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ValueError(f"{path}: no such run or checkpoint{nearest(path.name, known)}")
-    raise ValueError(f"{path}: there is no complete checkpoint in it")
+    hint = ""
+    if (path / "config.json").is_file():
+        hint = ": it is a Hugging Face folder; launch/convert.py from-hf makes a checkpoint of one"
+    raise ValueError(f"{path}: there is no complete checkpoint in it{hint}")
 
 
 def checkpoint_config(path: Path, overrides: Iterable[str], **changes: dict[str, Any]) -> RunConfig:

@@ -22,6 +22,7 @@ from .data import Batches, Prefetcher, build_blend, check_vocabulary, data_finge
 from .engine import build_engine
 from .evaluate import Evaluator
 from .health import Decision, HealthLog, HealthMonitor
+from .initial_weights import load_initial_weights
 from .metrics import MetricLogger
 from .objectives.base import build_objective
 from .optimizer import ShardedAdamW
@@ -105,8 +106,17 @@ class Trainer:
             process_group=group,
         )
         self.state = RunState(config, data_fingerprint(config), self.model, self.optimizer)
-        self.resume_note = self.state.start(self.checkpoints, self.health)
+        self.resume_note = self._start()
         self._write_fingerprints()
+
+    def _start(self) -> str:
+        """Resume, or start from other weights, or from the initial ones; says which."""
+        latest = self.checkpoints.latest()
+        if latest is not None:
+            return self.state.resume(self.checkpoints, latest, self.health)
+        if self.config.checkpoint.init_from is not None:
+            return load_initial_weights(self.config, self.model, self.checkpoints.process_group)
+        return "starting from initial weights"
 
     def all_reduce_max(self, value: float) -> float:
         if not dist.is_initialized():

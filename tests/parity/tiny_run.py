@@ -51,7 +51,7 @@ def tiny_config(root: Path, steps: int, parallel: dict[str, Any]) -> dict[str, A
             "steps": steps,
             "clip_norm": 0.5,
         },
-        "schedule": {"warmup_steps": 5},
+        "schedule": {"warmup_steps": min(5, steps // 2)},
         "parallel": parallel,
         "evaluation": {"every": 0, "sequences": 8},
         "checkpoint": {"every": 2},
