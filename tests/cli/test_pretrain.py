@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from launch import compare, evaluate, pretrain
-from parallel.checkpoint_format import list_steps, open_checkpoint
+from parallel.checkpoint_format import list_steps
 from pretrain.config import RunConfig, load_run_config
 from pretrain.decode import fields_of
 from pretrain.run_folder import RunFolder, read_metrics
-from tests.cli.workspace import Workspace, listing, prepared, signals_restored
+from tests.cli.workspace import Workspace, listing, prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,17 +26,6 @@ def workspace(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Works
     work = Workspace(tmp_path, prepared(tmp_path_factory))
     work.change(schedule={"warmup_steps": 1}, metrics={"trackers": ["tensorboard"]})
     return work
-
-
-def torchrun(workspace: Workspace, *overrides: str) -> list[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    script = str(ROOT / "launch" / "pretrain.py")
-    return [*command, "2", script, str(workspace.recipe), *overrides]
-
-
-def weights(folder: Path, step: int) -> dict[str, bytes]:
-    stored = open_checkpoint(folder / "checkpoints" / f"step_{step:08d}")
-    return {name: stored[name].numpy().tobytes() for name in stored}
 
 
 def test_a_run_leaves_its_artefacts_and_is_evaluated(workspace: Workspace, capsys) -> None:
@@ -126,52 +115,32 @@ def test_a_path_with_an_equals_sign_is_a_recipe(workspace: Workspace, capsys) ->
     assert "\nseed: 3\n" in capsys.readouterr().out
 
 
-def test_a_signal_stops_a_run_and_the_same_command_finishes_it(workspace: Workspace) -> None:
-    """SIGTERM to torchrun reaches every rank: they agree on a step, save, and end cleanly."""
-    steps = 60
+def test_a_signal_stops_torchrun_and_the_same_command_finishes(workspace: Workspace) -> None:
+    """SIGTERM reaches both ranks: they agree on a step, save it, and end; one process goes on."""
+    steps = 150
     workspace.change(
         training={"steps": steps}, checkpoint={"every": 0}, metrics={"every": 1, "trackers": []}
     )
-    command = torchrun(workspace)
     run = RunFolder(workspace.folder)
-    slow = [*command, "training.steps=100000", "data.train=" + _endless(workspace)]
-    with subprocess.Popen(slow, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += ["2", str(ROOT / "launch" / "pretrain.py"), str(workspace.recipe)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         deadline = time.monotonic() + 60
-        while not (run.metrics.exists() and run.metrics.stat().st_size) and process.poll() is None:
+        while not (run.metrics.exists() and run.metrics.stat().st_size):
+            assert process.poll() is None
             assert time.monotonic() < deadline
-            time.sleep(0.05)
+            time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
-    text = output.decode()
-    assert run.read_status() == "preempted", text
+        output = process.communicate(timeout=60)[0].decode()
+    assert run.read_status() == "preempted", output
+    assert "error:" not in output
     (stopped,) = list_steps(run.checkpoints)
-    assert 0 < stopped < 100000
-    assert 'Traceback (most recent call last):\n  File "' + str(ROOT / "launch") not in text
-
-    last = stopped + 3
-    finish = [str(workspace.recipe), f"training.steps={last}", "data.train=" + _endless(workspace)]
-    with signals_restored():
-        assert pretrain.main(finish) == 0  # on one process: another layout
-    assert run.read_status() == "finished"
-    assert list_steps(run.checkpoints)[-1] == last
-    steps_logged = [row["step"] for row in read_metrics(run.metrics)]
-    assert steps_logged == list(range(1, last + 1))
-
-
-def _endless(workspace: Workspace) -> str:
-    return f"[{{path: {workspace.root / 'data' / 'train'}, max_epochs: .inf}}]"
-
-
-def test_two_processes_save_what_one_process_loads(workspace: Workspace, capsys) -> None:
-    done = subprocess.run(torchrun(workspace), capture_output=True, text=True, timeout=90)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\nfinished: ") == 1
-    run = RunFolder(workspace.folder)
-    assert run.read_status() == "finished"
+    assert 0 < stopped < steps
     assert sorted(path.name for path in run.logs.iterdir()) == ["rank0.log", "rank1.log"]
     assert json.loads(run.environment.read_text())["world_size"] == 2
-    before = weights(workspace.folder, 4)
-    workspace.train("training.steps=5")
-    assert "resuming after step 4" in capsys.readouterr().out
-    assert weights(workspace.folder, 4) == before
-    assert weights(workspace.folder, 5) != before
+
+    workspace.train()
+    assert run.read_status() == "finished"
+    assert list_steps(run.checkpoints) == [stopped, steps]
+    assert json.loads(run.environment.read_text())["world_size"] == 1
+    assert [row["step"] for row in read_metrics(run.metrics)] == list(range(1, steps + 1))

@@ -149,7 +149,10 @@ def test_damaged_manifest(workspace: Workspace, capsys) -> None:
 
 def test_initial_weights_that_are_not_there(workspace: Workspace, capsys) -> None:
     runs = workspace.folder.parent
+    (workspace.root / "exported").mkdir()
+    (workspace.root / "exported" / "config.json").write_text("{}")
     for given, words in (
+        (workspace.root / "exported", ["no complete checkpoint", "convert.py from-hf"]),
         (workspace.root / "data", ["there is no complete checkpoint in it"]),
         (runs / "tinny", ["no such run or checkpoint; did you mean 'tiny'?"]),
         (workspace.folder / "checkpoints" / "step_00000003", ["not a complete checkpoint"]),
