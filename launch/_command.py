@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 PATIENCE_SECONDS = 5.0
@@ -15,6 +17,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (see --help)")
+
+
+def recipes_and_overrides(settings: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Which arguments name files, and which are ``key=value``.  ValueError without a file."""
+    files = [setting for setting in settings if _is_file_name(setting)]
+    if not files:
+        raise ValueError("give at least one recipe file, for example recipes/austen-3m.yaml")
+    return files, [setting for setting in settings if setting not in files]
+
+
+def _is_file_name(setting: str) -> bool:
+    if "=" in setting:  # a path may hold one too, as in runs/lr=1/config.yaml
+        return Path(setting).is_file()
+    return setting.endswith((".yaml", ".yml")) or Path(setting).exists()
 
 
 def report(error: Exception) -> int:

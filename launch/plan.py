@@ -12,6 +12,8 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import argparse
 import json
 
+from launch._command import Parser, recipes_and_overrides, report
+
 EXAMPLES = """\
 examples:
   python launch/plan.py recipes/austen-3m.yaml
@@ -23,7 +25,7 @@ exit code: 0, or 2 when the config or the layout is wrong
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="plan.py",
         description=__doc__,
         epilog=EXAMPLES,
@@ -45,21 +47,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = parser().parse_intermixed_args(argv)
     try:
+        options = parser().parse_intermixed_args(argv)
         print(answer(options), end="")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError) as error:
+        return report(error)
     return 0
 
 
 def answer(options: argparse.Namespace) -> str:
     """What is printed; the drawing is written once everything else has succeeded."""
-    overrides = [setting for setting in options.settings if "=" in setting]
-    files = [setting for setting in options.settings if "=" not in setting]
-    if not files:
-        raise ValueError("give at least one recipe file, for example recipes/austen-3m.yaml")
+    files, overrides = recipes_and_overrides(options.settings)
     if options.world_size is not None and options.world_size < 1:
         raise ValueError(f"--world-size must be positive, got {options.world_size}")
     speed = options.flops_per_second

@@ -9,7 +9,7 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import argparse
 import os
 
-from launch._command import Parser, report
+from launch._command import Parser, recipes_and_overrides, report
 
 EXAMPLES = """\
 examples:
@@ -61,13 +61,6 @@ def print_keys(options: argparse.Namespace) -> int:
     return 0
 
 
-def is_recipe(setting: str) -> bool:
-    """A file, or the name of one; a path may hold an equals sign, as in runs/lr=1/config.yaml."""
-    if "=" in setting:
-        return Path(setting).is_file()
-    return setting.endswith((".yaml", ".yml")) or Path(setting).exists()
-
-
 def start(options: argparse.Namespace, argv: list[str] | None) -> int:
     if options.world_size is not None and not options.dry_run:
         raise ValueError("--world-size only goes with --dry-run; torchrun sets it for a run")
@@ -75,16 +68,13 @@ def start(options: argparse.Namespace, argv: list[str] | None) -> int:
         raise ValueError("give one of --dry-run and --print-config")
     if options.world_size is not None and options.world_size < 1:
         raise ValueError(f"--world-size must be at least 1, given {options.world_size}")
-    files = [setting for setting in options.settings if is_recipe(setting)]
-    overrides = [setting for setting in options.settings if not is_recipe(setting)]
-    if not files:
-        raise ValueError("give at least one recipe file, for example recipes/austen-3m.yaml")
+    files, overrides = recipes_and_overrides(options.settings)
 
     from pretrain.config import load_run_config
     from pretrain.decode import dump_yaml
 
     world_size = options.world_size or int(os.environ.get("WORLD_SIZE", "1"))
-    config = load_run_config(files, overrides, world_size)
+    config = load_run_config(files, overrides, None if options.print_config else world_size)
     if options.print_config:
         print(dump_yaml(config), end="")
         return 0

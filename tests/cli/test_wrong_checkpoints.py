@@ -152,7 +152,7 @@ def test_initial_weights_that_are_not_there(workspace: Workspace, capsys) -> Non
     (workspace.root / "exported").mkdir()
     (workspace.root / "exported" / "config.json").write_text("{}")
     for given, words in (
-        (workspace.root / "exported", ["no complete checkpoint", "convert.py from-hf"]),
+        (workspace.root / "exported", ["model_type"]),
         (workspace.root / "data", ["there is no complete checkpoint in it"]),
         (runs / "tinny", ["no such run or checkpoint; did you mean 'tiny'?"]),
         (workspace.folder / "checkpoints" / "step_00000003", ["not a complete checkpoint"]),
@@ -167,8 +167,11 @@ def test_initial_weights_that_are_not_there(workspace: Workspace, capsys) -> Non
 
 def test_wrong_evaluations(workspace: Workspace, capsys) -> None:
     run, root = workspace.folder, workspace.root
+    (root / "exported").mkdir()
+    (root / "exported" / "config.json").write_text("{}")
     for command, words in (
         ([root / "data"], ["there is no complete checkpoint in it"]),
+        ([root / "exported"], ["convert.py from-hf makes a checkpoint of one"]),
         ([run / "checkpoints" / "step_00000003"], ["not a complete checkpoint"]),
         ([run.parent / "tini"], ["no such run or checkpoint; did you mean 'tiny'?"]),
         ([run, "--sequences", 0], ["--sequences must be at least 1"]),

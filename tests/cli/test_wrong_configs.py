@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import compare
+from launch import compare, plan
 from pretrain.config import RunConfig
 from pretrain.decode import fields_of
 from tests.cli.workspace import Workspace, prepared, refused
@@ -230,6 +230,18 @@ def test_compare_resolves_recipes_and_refuses_what_is_not_there(
         ([recipe, bad], ["modle", "did you mean 'model'?"]),
     ):
         refused(capsys, root, command, words, compare.main)
+
+
+def test_wrong_plans(workspace: Workspace, capsys) -> None:
+    layout = "parallel.pipeline={planner: explicit, layout: 'E|tL'}"
+    for command, words in (
+        ([workspace.recipe, "parallel.pp=2", layout], ["layout", "has 1 t", "the model has 2"]),
+        ([workspace.recipe, "parallel.tp=3"], ["parallel.tp (command line)", "heads = 2"]),
+        ([workspace.recipe, "--world-size", 3], ["training.batch_tokens", "= 6"]),
+        ([workspace.recipe, "--wrold-size", 3], ["unrecognized arguments: --wrold-size"]),
+        ([], ["at least one recipe file"]),
+    ):
+        refused(capsys, workspace.root, command, words, plan.main)
 
 
 def test_causes_and_bookkeeping_of_compare_are_real_settings() -> None:
