@@ -78,11 +78,10 @@ class ParallelModel:
                 yield logical_name(name, self.config), parameter
 
 
+@torch.no_grad()
 def local_tensor(parameter: Tensor) -> Tensor:
-    """The storage of this rank's part of a stored parameter."""
-    if isinstance(parameter, DTensor):
-        return parameter.to_local()
-    return parameter.detach()
+    """The storage of this rank's part of a stored parameter, outside autograd."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def build_parallel_model(
