@@ -2,8 +2,8 @@
 
 The stage is built as one tensor-parallel rank holds it and runs forward and backward on meta
 tensors, which have shapes and lifetimes but no data; every storage that an operator allocates is
-followed until nothing refers to it any more.  So a new component needs no formula here.  Blocks of
-equal structure are measured twice and multiplied.
+followed until nothing refers to it any more.  So a new component needs no formula here.  Of
+consecutive blocks of equal structure the first, the second and the last are measured.
 """
 
 from __future__ import annotations
@@ -129,11 +129,6 @@ class StageProfile:
         return sum(p.kept for p in self.profiles)
 
     @property
-    def workspace(self) -> int:
-        """The most that one action needs beyond what is kept."""
-        return max(self.forward_peak, self.kept + self.backward_peak(None)) - self.kept
-
-    @property
     def forward_peak(self) -> int:
         """The most that a forward pass adds."""
         before = accumulate((p.kept for p in self.profiles), initial=0)
@@ -239,10 +234,11 @@ class StageMeter:
         chosen: list[str] = []
         stands_for: list[int] = []
         for _, group in groupby(units, key=lambda name: self._kinds.get(name, name)):
-            for place, _ in enumerate(names := list(group)):
-                if place < 2:  # from the second on they are all alike
-                    chosen.append(names[place])
-                stands_for.append(len(chosen) - 1)
+            names = list(group)
+            measured = sorted({0, 1, len(names) - 1} & set(range(len(names))))
+            for place in range(len(names)):
+                stands_for.append(len(chosen) + measured.index(place if place in measured else 1))
+            chosen += [names[place] for place in measured]
         key = tuple(self._kinds.get(name, name) for name in chosen)
         if key not in self._measured:
             self._measured[key] = self._measure(chosen)
@@ -354,7 +350,7 @@ class _Runs:
         with self.memory:
             out = self._forward(x)
             kept = sum(unit.kept for unit in self.found)
-            self.found[-1].kept += self.memory.live - kept  # what only the context still held
+            self.found[0].kept += self.memory.live - kept  # of the context: kept or let go
             self._gradients_before = self._gradient_bytes()
             self._open(len(self.found) - 1)
             torch.autograd.backward(out, None if self.stage.head is not None else received)

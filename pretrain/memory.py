@@ -192,30 +192,29 @@ class _Rank:
         """Follow the rank's action list; timing does not matter, its order is fixed."""
         peaks = _Peaks()
         kept = inputs = gradients = in_flight = 0
-        begun: set[int] = set()
+        created = {stage: self._gradients(stage) for stage in self.profiles}
+        beyond = {stage: (p.forward_peak - p.kept, p.backward_peak(None))
+                  for stage, p in self.profiles.items()}  # fmt: skip
+        first = {stage: p.backward_peak(created[stage]) for stage, p in self.profiles.items()}
         for action in actions:
             if action.kind not in (F, B):
                 continue
-            profile = self.profiles[action.stage]
-            created: Sequence[int] | None = None
-            if action.kind is F:
+            stage, forward = action.stage, action.kind is F
+            profile = self.profiles[stage]
+            if forward:
                 kept, inputs = kept + profile.kept, inputs + profile.input_bytes
                 in_flight += 1
-                beyond = profile.forward_peak - profile.kept
-            else:
-                if action.stage not in begun:
-                    begun.add(action.stage)
-                    created = self._gradients(action.stage)
-                beyond = profile.backward_peak(created)
+            # A stage's first backward pass creates its gradients.
+            more = beyond[stage][0] if forward else first.pop(stage, beyond[stage][1])
             peaks.activations = max(peaks.activations, kept)
             peaks.inputs = max(peaks.inputs, inputs)
             peaks.in_flight = max(peaks.in_flight, in_flight)
-            peaks.workspace = max(peaks.workspace, profile.workspace)
-            peaks.together = max(peaks.together, kept + inputs + gradients + beyond)
-            if action.kind is B:
+            peaks.workspace = max(peaks.workspace, *beyond[stage])
+            peaks.together = max(peaks.together, kept + inputs + gradients + more)
+            if not forward:
                 kept, inputs = kept - profile.kept, inputs - profile.input_bytes
                 in_flight -= 1
-                gradients += sum(created or ())
+                gradients += sum(created.pop(stage, ()))
                 peaks.together = max(peaks.together, kept + inputs + gradients)
         return peaks
 

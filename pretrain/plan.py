@@ -235,17 +235,19 @@ def _memory_lines(plan: Plan) -> list[str]:
     most = plan.largest.peak
     unit, size = next(u for u in _BYTE_UNITS if most >= u[1])
     columns = [c for c in _COLUMNS if any(getattr(m, c) for m in plan.memory)]
-    rows = [("pp rank", "in flight", *columns)]
+    rows = [("pp rank", "parameters", "in flight", *columns)]
     for memory in plan.memory:
         cells = [f"{getattr(memory, column) / size:.2f}" for column in columns]
-        rows.append((str(memory.pp_rank), str(memory.in_flight), *cells))
+        parameters = f"{plan.rank_parameters[memory.pp_rank]:,}"
+        rows.append((str(memory.pp_rank), parameters, str(memory.in_flight), *cells))
     largest = plan.largest
     first = plan.first_rank(largest.pp_rank)
     last = plan.first_rank(largest.pp_rank + 1) - 1
     ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
     return [
         *_table(rows),
-        f"in {unit}; largest: pipeline rank {largest.pp_rank} ({ranks}) with "
+        f"bytes in {unit}; parameters are whole ones, before fsdp and tp divide them",
+        f"largest: pipeline rank {largest.pp_rank} ({ranks}) with "
         f"{largest.peak / size:.2f} {unit} at its peak",
     ]
 
@@ -296,10 +298,9 @@ def _pipeline_lines(plan: Plan) -> list[str]:
         rows.append((str(stage), str(rank), f"{parameters:,}", f"{share:.1%}", labels))
     width = max(len(row[-1]) for row in rows)
     rows = [(*row[:-1], row[-1].ljust(width)) for row in rows]
-    per_rank = ", ".join(f"{rank}: {count:,}" for rank, count in enumerate(plan.rank_parameters))
     shown = min(plan.work.micro_batches, max(8, 2 * parallel.pp))
     drawn = simulation
-    lines = [*_table(rows), f"parameters by pipeline rank: {per_rank}", ""]
+    lines = [*_table(rows), ""]
     if shown < plan.work.micro_batches:
         name = parallel.pipeline.schedule
         drawn = simulate(make_schedule(name, plan.placement, shown), plan.costs)

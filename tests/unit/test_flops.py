@@ -1,0 +1,186 @@
+"""Parameter and FLOP counts against torch's own counter and against known numbers."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from models.attention import SequenceContext
+from models.blocks import BLOCKS
+from models.config import SIZES, ModelConfig
+from models.feedforward import FEEDFORWARDS
+from models.flops import (
+    forward_flops,
+    parameter_count,
+    training_flops_per_token,
+    unit_sizes,
+)
+from models.losses import CrossEntropy
+from models.norms import NORMS
+from models.positions import POSITIONS
+from models.transformer import Transformer, unit_names
+from pretrain.activations import StageMeter
+from pretrain.config import DataConfig, RunConfig, SourceConfig, TrainingConfig
+from pretrain.decode import decode
+
+# With a vocabulary of 32,000; 7b and 70b are Llama 2's published counts.
+PARAMETERS = {
+    "1m": 8_930_432,
+    "3m": 13_862_592,
+    "10m": 27_918_400,
+    "30m": 58_073_600,
+    "125m": 109_529_856,
+    "350m": 341_099_520,
+    "1.3b": 1_364_297_728,
+    "7b": 6_738_415_616,
+    "70b": 68_976_648_192,
+}
+# (sequence length, FLOPs of the forward pass per token)
+FLOPS = {
+    "1m": (256, 10_190_848),
+    "3m": (256, 16_220_160),
+    "10m": (512, 39_280_640),
+    "30m": (512, 91_750_400),
+    "125m": (1024, 256_770_048),
+    "350m": (2048, 883_425_280),
+    "1.3b": (2048, 2_999_975_936),
+    "7b": (4096, 15_361_638_400),
+    "70b": (4096, 148_163_788_800),
+}
+COMBINATIONS = list(
+    product(NORMS.names(), BLOCKS.names(), POSITIONS.names(), FEEDFORWARDS.names(), (False, True))
+)
+BATCH, SEQUENCE = 2, 12
+
+
+def sized(name: str, vocab_size: int = 32_000, **more: Any) -> ModelConfig:
+    return decode(ModelConfig, {**SIZES[name], "vocab_size": vocab_size, **more})
+
+
+def tiny(norm: str, block: str, position: str, feedforward: str, qk_norm: bool) -> ModelConfig:
+    """Grouped queries, a vocabulary with padding, and a head width unlike the rest."""
+    tree = {
+        "vocab_size": 37,
+        "vocab_multiple": 16,
+        "hidden": 20,
+        "layers": 2,
+        "attention": {"heads": 4, "kv_heads": 2, "head_dim": 6, "qk_norm": qk_norm},
+        "norm": norm,
+        "block": block,
+        "position": position,
+        "feedforward": {"type": feedforward, "hidden": 28},
+        "tie_embeddings": qk_norm,
+    }
+    return decode(ModelConfig, tree)
+
+
+def real_model(config: ModelConfig) -> Transformer:
+    model = Transformer(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def counted(config: ModelConfig) -> tuple[int, int]:
+    """FLOPs of the forward and of the backward pass, as torch counts them."""
+    model = real_model(config)
+    ids = torch.randint(0, config.vocab_size, (BATCH, SEQUENCE))
+    forward, backward = (FlopCounterMode(display=False) for _ in range(2))
+    with sdpa_kernel(SDPBackend.MATH):  # the fused kernel for CPUs is not counted
+        with forward:
+            logits = model.logits(ids)
+        with backward:
+            logits.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def test_the_ladder_is_complete() -> None:
+    assert set(PARAMETERS) == set(FLOPS) == set(SIZES)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_size_has_its_exact_counts(name: str) -> None:
+    config = sized(name)
+    length, flops = FLOPS[name]
+    assert parameter_count(config) == PARAMETERS[name]
+    assert forward_flops(config, length) == flops * length
+    assert training_flops_per_token(config, length) == 3 * flops
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_parameters_are_those_of_the_module(name: str) -> None:
+    config = sized(name)
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+
+
+def test_padding_is_not_counted() -> None:
+    config = sized("1m", vocab_size=100)
+    with torch.device("meta"):
+        model = Transformer(config)
+    stored = sum(p.numel() for p in model.parameters())
+    assert stored - parameter_count(config) == 2 * 28 * config.hidden
+
+
+@pytest.mark.parametrize("names", COMBINATIONS, ids=lambda names: "-".join(map(str, names)))
+def test_flops_are_those_that_torch_counts(names: Any) -> None:
+    config = tiny(*names)
+    forward, backward = counted(config)
+    expected = BATCH * forward_flops(config, SEQUENCE)
+    assert forward == expected
+    assert backward == 2 * expected
+    assert training_flops_per_token(config, SEQUENCE) * BATCH * SEQUENCE == forward + backward
+
+
+@pytest.mark.parametrize("name", ["1m", "3m"])
+def test_flops_of_the_small_sizes(name: str) -> None:
+    config = sized(name, vocab_size=300)
+    forward, backward = counted(config)
+    assert forward == BATCH * forward_flops(config, SEQUENCE)
+    assert backward == 2 * forward
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_the_chunked_loss_costs_what_logits_cost(softcap: float | None) -> None:
+    """Its forward pass does the backward products too: three times the head in all.  The last
+    one, an in-place addmm, is unknown to torch's counter."""
+    config = sized("1m", vocab_size=300, logit_softcap=softcap)
+    model = real_model(config)
+    ids = torch.randint(0, config.vocab_size, (BATCH, SEQUENCE))
+    context = SequenceContext(torch.arange(SEQUENCE))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        hidden = model(ids, context)
+        assert model.head is not None
+        total, _ = model.head(hidden, {"labels": ids}, [CrossEntropy(float(ids.numel()))])
+        total.backward()
+    tokens = BATCH * SEQUENCE
+    uncounted = 2 * tokens * config.vocab_size * config.hidden
+    wanted = training_flops_per_token(config, SEQUENCE) * tokens
+    assert counter.get_total_flops() + uncounted == wanted
+
+
+def test_units_add_up() -> None:
+    config = sized("1m")
+    sizes = unit_sizes(config, 64)
+    assert list(sizes) == unit_names(config)
+    assert sum(size.flops for size in sizes.values()) == forward_flops(config, 64)
+    assert sizes["embedding"].flops == 0
+    assert sizes["head"].flops == 2 * 32_000 * 128 * 64
+
+
+@pytest.mark.parametrize("name", ["1m", "125m", "7b"])
+def test_the_quick_estimate_of_activations(name: str) -> None:
+    """``UnitSize.activations`` is within 5 % of what a block keeps on float32."""
+    config = sized(name)
+    run = RunConfig(
+        model=config,
+        data=DataConfig(train=(SourceConfig(path="x"),)),
+        training=TrainingConfig(sequence_length=512, micro_batch=1, batch_tokens=512, steps=1),
+    )
+    kept = StageMeter(run).profile(["blocks.0", "blocks.1"]).profiles[1].kept
+    estimate = unit_sizes(config, 512)["blocks.0"].activations * 4
+    assert estimate == pytest.approx(kept, rel=0.05)

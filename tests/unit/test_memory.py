@@ -1,0 +1,420 @@
+"""The memory model against what real builds and real steps hold."""
+
+import gc
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from models.attention import AttentionConfig
+from models.config import ModelConfig
+from models.feedforward import SwiGLU
+from models.transformer import Transformer, unit_names
+from parallel.apply import BuildOptions, apply_recompute, local_tensor
+from parallel.gradients import local_gradient
+from parallel.mesh import ParallelConfig, PipelineConfig, build_mesh
+from parallel.pipeline.schedules import make_schedule
+from parallel.stage import MicroBatch, Stage
+from parallel.tensor import compute_on_local
+from pretrain.activations import Allocations, StageMeter
+from pretrain.config import DataConfig, PrecisionConfig, RunConfig, SourceConfig, TrainingConfig
+from pretrain.engine import Engine, build_engine, plan_placement
+from pretrain.memory import (
+    RankMemory,
+    bucket_bytes,
+    memory_per_rank,
+    stage_parameters,
+    stage_units,
+    static_bytes,
+)
+from pretrain.objectives.base import build_objective
+from pretrain.objectives.causal import Causal
+from pretrain.optimizer import ShardedAdamW
+from tests.distributed import run_ranks
+
+SEQUENCE = 16
+MODEL = ModelConfig(
+    vocab_size=83,
+    vocab_multiple=8,
+    hidden=24,
+    layers=5,
+    attention=AttentionConfig(heads=4, kv_heads=2, head_dim=6, qk_norm=True, qkv_bias=True),
+    feedforward=SwiGLU.Config(hidden=20),
+)
+TIED = replace(MODEL, tie_embeddings=True)
+PLAIN = ParallelConfig()
+PIPELINE = PipelineConfig(schedule="interleaved", virtual_stages=2)
+UNEVEN = PipelineConfig(planner="explicit", layout="Et*4|tL")
+
+
+@dataclass(frozen=True)
+class Layout:
+    world: int
+    parallel: ParallelConfig
+    model: ModelConfig = MODEL
+    micro_batches: int = 2
+    compute: Any = "float32"
+
+    @property
+    def config(self) -> RunConfig:
+        return run_config(
+            self.model,
+            self.parallel,
+            batch=self.micro_batches * self.parallel.replicas(self.world) * self.parallel.fsdp,
+            compute=self.compute,
+        )
+
+
+def run_config(
+    model: ModelConfig,
+    parallel: ParallelConfig = PLAIN,
+    batch: int = 1,
+    micro_batch: int = 1,
+    sequence: int = SEQUENCE,
+    **more: Any,
+) -> RunConfig:
+    compute = more.pop("compute", "float32")
+    return RunConfig(
+        model=model,
+        parallel=parallel,
+        data=DataConfig(train=(SourceConfig(path="x"),)),
+        device="cpu",
+        precision=PrecisionConfig(compute=compute),
+        training=TrainingConfig(
+            sequence_length=sequence,
+            batch_tokens=batch * micro_batch * sequence,
+            micro_batch=micro_batch,
+            steps=1,
+        ),
+        **more,
+    )
+
+
+LAYOUTS = {
+    "one": Layout(1, ParallelConfig()),
+    "tied": Layout(1, ParallelConfig(), TIED),
+    "dp2": Layout(2, ParallelConfig(dp=2)),
+    "fsdp2": Layout(2, ParallelConfig(fsdp=2)),
+    "fsdp2 one micro-batch": Layout(2, ParallelConfig(fsdp=2), micro_batches=1),
+    "fsdp2 kept": Layout(2, ParallelConfig(fsdp=2, reshard_after_forward=False)),
+    "fsdp2 bf16": Layout(
+        2, ParallelConfig(fsdp=2, reshard_after_forward=False), compute="bfloat16"
+    ),
+    "tp2 sp": Layout(2, ParallelConfig(tp=2, sp=True)),
+    "pp2 uneven": Layout(2, ParallelConfig(pp=2, pipeline=UNEVEN)),
+    "pp2 tied": Layout(2, ParallelConfig(pp=2), TIED),
+    "fsdp4 uneven rows": Layout(4, ParallelConfig(fsdp=4), replace(MODEL, hidden=22)),
+    "fsdp4 tied": Layout(4, ParallelConfig(fsdp=4), TIED),
+    "fsdp2 tp2": Layout(4, ParallelConfig(fsdp=2, tp=2)),
+    "dp2 fsdp2": Layout(4, ParallelConfig(dp=2, fsdp=2)),
+    "pp2 fsdp2": Layout(4, ParallelConfig(pp=2, fsdp=2, reshard_after_forward=False)),
+    "pp2 tp2 tied": Layout(4, ParallelConfig(pp=2, tp=2), TIED),
+    "pp4": Layout(4, ParallelConfig(pp=4)),
+    "pp2 interleaved": Layout(2, ParallelConfig(pp=2, pipeline=PIPELINE)),
+}
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind plain tensors."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    storages.pop(0, None)
+    return sum(storages.values())
+
+
+def batches(config: RunConfig, count: int) -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(0)
+    training = config.training
+    shape = (training.micro_batch, training.sequence_length + 1)
+    objective = build_objective(config.objective)
+    found = []
+    for _ in range(count):
+        tokens = torch.randint(0, config.model.vocab_size, shape, generator=generator)
+        documents = torch.arange(shape[1]).expand(shape) // 5
+        found.append(objective.micro_batch(tokens, documents, range(shape[0])))
+    return found
+
+
+def real_engine(config: RunConfig) -> Engine:
+    mesh = build_mesh(config.parallel, torch.device("cpu"))
+    precision = config.precision
+    options = BuildOptions(dtype=precision.weight_dtype, compute_dtype=precision.compute_dtype)
+    length = config.training.sequence_length
+    return build_engine(config.model, config.parallel, mesh, options, length)
+
+
+def fully_sharded_bytes(engine: Engine) -> tuple[int, int]:
+    """(whole weights, whole gradients) that fully_shard holds right now."""
+    weights = gradients = 0
+    for stage in engine.model.stages:
+        for module in stage.modules():
+            if not isinstance(module, FSDPModule):
+                continue
+            group = module._get_fsdp_state()._fsdp_param_group
+            assert group is not None
+            for p in group.fsdp_params:
+                weights += sum(t.untyped_storage().nbytes() for t in p.all_gather_outputs)
+                whole = p.unsharded_accumulated_grad
+                if whole is None and hasattr(p, "_unsharded_param"):
+                    whole = p.unsharded_param.grad
+                if whole is not None:
+                    whole = whole.to_local() if isinstance(whole, DTensor) else whole
+                    gradients += whole.untyped_storage().nbytes()
+    return weights, gradients
+
+
+def observe(stage: Stage, engine: Engine, seen: list[tuple[int, int]]) -> None:
+    """Note what fully_shard holds after every backward pass of a stage."""
+    run = stage.backward
+
+    def observed(index: int, grad_output: Tensor | None) -> Tensor | None:
+        result = run(index, grad_output)
+        seen.append(fully_sharded_bytes(engine))
+        return result
+
+    stage.backward = observed  # type: ignore[method-assign]
+
+
+def measure(rank: int, world: int, layouts: list[Layout]) -> list[dict[str, Any]]:
+    found = []
+    for layout in layouts:
+        engine = real_engine(layout.config)
+        optimizer = ShardedAdamW(engine.model, layout.config.optimizer, "torch")
+        midway: list[tuple[int, int]] = []
+        for stage in engine.stages.values():
+            observe(stage, engine, midway)
+        objective = build_objective(layout.config.objective)
+        engine.forward_backward(batches(layout.config, layout.micro_batches), objective)
+        parameters = [p for _, p in engine.model.named_parameters()]
+        state = [t for s in optimizer.optimizer.state.values() for t in s.values()]
+        found.append(
+            {
+                "coordinate": dict(engine.model.mesh.coordinate),
+                "weights": storage_bytes(local_tensor(p) for p in parameters),
+                "gradients": sum(local_gradient(p).numel() for p in parameters) * 4,
+                "optimizer": storage_bytes(state),
+                "midway": midway,
+            }
+        )
+    return found
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, list[dict[str, Any]]]:
+    """What every rank of every layout holds; one set of processes per world size."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for world in sorted({layout.world for layout in LAYOUTS.values()}):
+        names = [name for name, layout in LAYOUTS.items() if layout.world == world]
+        ranks = run_ranks(world, measure, [LAYOUTS[name] for name in names], timeout=180)
+        found |= {name: [rank[i] for rank in ranks] for i, name in enumerate(names)}
+    return found
+
+
+def prediction(layout: Layout) -> list[RankMemory]:
+    config = layout.config
+    placement = plan_placement(config.model, config.parallel, SEQUENCE)
+    name = config.parallel.pipeline.schedule
+    schedule = make_schedule(name, placement, layout.micro_batches)
+    return memory_per_rank(config, layout.world, placement, schedule)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_gradients_and_optimizer_are_exact(name: str, measured: Any) -> None:
+    layout = LAYOUTS[name]
+    config = layout.config
+    placement = plan_placement(config.model, config.parallel, SEQUENCE)
+    for real in measured[name]:
+        at = real["coordinate"]
+        units = stage_units(placement, at["pp"])
+        parameters = [p for stage in units for p in stage_parameters(config, units[stage])]
+        weights, _, optimizer = static_bytes(config, parameters, at["fsdp"])
+        owned = sum(p.owned(config.parallel.fsdp, at["fsdp"]) for p in parameters) * 4
+        assert real["weights"] == weights, at
+        assert real["gradients"] == owned, at
+        assert real["optimizer"] == optimizer, at
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_reported_ranks_are_the_largest(name: str, measured: Any) -> None:
+    for memory in prediction(LAYOUTS[name]):
+        ranks = [r for r in measured[name] if r["coordinate"]["pp"] == memory.pp_rank]
+        for what in ("weights", "optimizer"):
+            assert max(r[what] for r in ranks) == getattr(memory, what)
+
+
+@pytest.mark.parametrize("name", [n for n in LAYOUTS if LAYOUTS[n].parallel.fsdp > 1])
+def test_gathered_weights_and_whole_gradients(name: str, measured: Any) -> None:
+    """Between micro-batches: nothing or everything gathered, and unreduced gradients whole."""
+    layout = LAYOUTS[name]
+    for memory in prediction(layout):
+        ranks = [r for r in measured[name] if r["coordinate"]["pp"] == memory.pp_rank]
+        for real in ranks:
+            weights, whole = real["midway"][0]
+            if layout.micro_batches == 1:
+                assert (weights, whole) == (0, 0)
+                continue
+            size = 2 if layout.compute == "bfloat16" else 4
+            config, fsdp = layout.config, layout.parallel.fsdp
+            placement = plan_placement(config.model, config.parallel, SEQUENCE)
+            units = stage_units(placement, memory.pp_rank)
+            sharded = [p for s in units for p in stage_parameters(config, units[s]) if p.sharded]
+            assert whole == sum(p.numel for p in sharded) * 4
+            if layout.parallel.reshard_after_forward:
+                assert weights == 0
+            else:
+                expected = sum(
+                    p.stored(fsdp) * fsdp * (size if p.unit.startswith("blocks.") else 4)
+                    for p in sharded
+                )
+                assert weights == expected
+                assert memory.gathered > weights + whole - memory.gradients
+
+
+def saved_bytes(block: Any, x: Tensor, batch: MicroBatch) -> tuple[int, Tensor]:
+    """Bytes of everything that one forward pass of ``block`` leaves behind but parameters and its
+    input: saved by autograd, or found among Python's objects (what recomputation keeps)."""
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    gc.collect()
+    before = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+    known = {t.untyped_storage().data_ptr() for t in [*before, *block.parameters(), x]}
+    del before
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = block(x, batch.context())
+    gc.collect()
+    after = [t for t in gc.get_objects() if issubclass(type(t), Tensor)] + packed + [out]
+    return storage_bytes(t for t in after if t.untyped_storage().data_ptr() not in known), out
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_activations_of_a_block(mode: Any, compute: str) -> None:
+    parallel = ParallelConfig(recompute=mode)
+    config = run_config(MODEL, parallel, micro_batch=3, compute=compute)
+    profile = StageMeter(config).profile(["blocks.0", "blocks.1"]).profiles[0]
+    block = Transformer(MODEL, ["blocks.0"])
+    for p in block.parameters():
+        torch.nn.init.normal_(p)
+    compute_on_local(block, config.precision.compute_dtype)
+    apply_recompute(block.blocks["0"], mode)
+    dtype = config.precision.compute_dtype or torch.float32
+    x = torch.randn(3, SEQUENCE, MODEL.hidden, dtype=dtype).requires_grad_()
+    (batch,) = batches(config, 1)
+    real, _ = saved_bytes(block.blocks["0"], x, batch)
+    assert profile.kept == real
+
+
+def test_recomputation_keeps_less() -> None:
+    kept = {}
+    for mode in ("none", "selective", "full"):
+        parallel = ParallelConfig(recompute=mode)
+        config = run_config(MODEL, parallel, micro_batch=3)
+        kept[mode] = StageMeter(config).profile(["blocks.0", "blocks.1"]).profiles[1].kept
+    assert kept["full"] == 3 * SEQUENCE * MODEL.hidden * 4
+    assert kept["full"] < kept["selective"] < kept["none"]
+
+
+STEPS = [
+    ("untied", "none", 1, "float32"),
+    ("untied", "none", 3, "float32"),
+    ("untied", "none", 3, "bfloat16"),
+    ("untied", "selective", 3, "float32"),
+    ("untied", "selective", 1, "bfloat16"),
+    ("untied", "full", 3, "float32"),
+    ("tied", "none", 1, "float32"),
+    ("tied", "selective", 1, "float32"),
+    ("tied", "full", 3, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("model, mode, micro_batches, compute", STEPS)
+def test_the_peak_of_a_real_step(model: str, mode: Any, micro_batches: int, compute: str) -> None:
+    """Everything that operators allocate in one training step of one process, followed live."""
+    parallel = ParallelConfig(recompute=mode)
+    config = run_config(
+        TIED if model == "tied" else MODEL, parallel, micro_batches, 2, 32, compute=compute
+    )
+    check_peak(config, micro_batches)
+
+
+def test_the_peak_with_document_masks() -> None:
+    config = run_config(MODEL, batch=2, micro_batch=2, objective=Causal.Config(documents="mask"))
+    check_peak(config, 2)
+
+
+def test_the_peak_with_a_large_vocabulary() -> None:
+    """Chunks of logits decide the peak."""
+    model = replace(MODEL, vocab_size=40000, layers=1)
+    config = run_config(model, batch=1, micro_batch=8, sequence=64)
+    memory = check_peak(config, 1)
+    assert memory.workspace > memory.activations
+
+
+def check_peak(config: RunConfig, micro_batches: int) -> RankMemory:
+    placement = plan_placement(config.model, config.parallel, config.training.sequence_length)
+    schedule = make_schedule("1f1b", placement, micro_batches)
+    (memory,) = memory_per_rank(config, 1, placement, schedule)
+    engine = real_engine(config)
+    engine.executor(micro_batches)
+    data = batches(config, micro_batches)
+    present = [p.detach() for _, p in engine.model.named_parameters()]
+    for batch in data:
+        present += [batch.ids, *batch.fields.values()]
+        present += [] if batch.documents is None else [batch.documents]
+    allocations = Allocations(present)
+    with allocations:
+        engine.forward_backward(data, build_objective(config.objective))
+    predicted = memory.peak - memory.weights - memory.optimizer - memory.buffers
+    assert predicted == pytest.approx(allocations.peak, rel=0.01)
+    return memory
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_equal_blocks_are_multiplied(mode: Any) -> None:
+    """Measuring every block of a stage gives what measuring two of them gives."""
+    config = run_config(MODEL, ParallelConfig(recompute=mode), micro_batch=2)
+    short = StageMeter(config)
+    long = StageMeter(config)
+    long._kinds = {name: (name,) for name in long._kinds}  # no two are alike
+    for units in (unit_names(MODEL), unit_names(MODEL)[1:5]):
+        assert short.profile(units) == long.profile(units)
+
+
+def test_activations_follow_the_schedule() -> None:
+    """1F1B keeps S − s micro-batches in flight, GPipe all of them."""
+    for schedule, expected in (("1f1b", [4, 3, 2, 1]), ("gpipe", [6, 6, 6, 6])):
+        pipeline = PipelineConfig(schedule=schedule)  # type: ignore[arg-type]
+        layout = Layout(4, ParallelConfig(pp=4, pipeline=pipeline), micro_batches=6)
+        memory = prediction(layout)
+        assert [m.in_flight for m in memory] == expected
+        meter = StageMeter(layout.config)
+        placement = plan_placement(layout.model, layout.parallel, SEQUENCE)
+        for m in memory:
+            (units,) = stage_units(placement, m.pp_rank).values()
+            assert m.activations == m.in_flight * meter.profile(units).kept
+
+
+def test_tensor_and_sequence_parallelism_divide_activations() -> None:
+    def kept(parallel: ParallelConfig) -> int:
+        config = run_config(MODEL, parallel, micro_batch=4)
+        return StageMeter(config).profile(["blocks.0", "blocks.1"]).profiles[1].kept
+
+    plain, tp = kept(ParallelConfig()), kept(ParallelConfig(tp=2))
+    sp = kept(ParallelConfig(tp=2, sp=True))
+    assert sp < tp < plain
+
+
+def test_a_bucket_of_one_is_reduced_in_place() -> None:
+    mebibyte = 1 << 20
+    assert bucket_bytes([40 * mebibyte]) == 0
+    assert bucket_bytes([40 * mebibyte, mebibyte, 2 * mebibyte]) == 3 * mebibyte
+    assert bucket_bytes([20 * mebibyte, 20 * mebibyte]) == 0
+    assert bucket_bytes([20 * mebibyte, 12 * mebibyte]) == 32 * mebibyte
