@@ -63,7 +63,7 @@ class DecodingContext(SequenceContext):
         last = slot[self.offset : written, None] if self.mask == "causal" else written - 1
         mask = (slot[None, :] <= last)[None, None]
         if self.documents is not None:
-            documents = torch.nn.functional.pad(self.documents, (0, keys - written), value=-1)
+            documents = torch.nn.functional.pad(self.documents, (0, keys - written))
             rows = documents[:, self.offset : written]
             mask = mask & (rows[:, :, None] == documents[:, None, :])[:, None]
         return mask

@@ -113,7 +113,7 @@ def export_hugging_face(
     reference = None
     if check:
         reference = compute_reference(trained, None if dtype == "stored" else getattr(torch, dtype))
-    with published(out, force) as folder:
+    with published(out) as folder:
         shards = plan_shards(trained, target, dtype, max_shard_bytes)
         size = write_shards(trained, target, shards, folder)
         write_configs(trained, target, shards, words, folder)
@@ -325,7 +325,7 @@ def require_free(out: Path, force: bool, mark: str) -> None:
 
 
 @contextlib.contextmanager
-def published(out: Path, force: bool) -> Iterator[Path]:
+def published(out: Path) -> Iterator[Path]:
     """A new folder that becomes ``out`` when the block ends well, and vanishes when it does not."""
     parent = out.resolve().parent
     aside = parent / f".{out.name}.tmp-{os.getpid()}"
@@ -335,13 +335,23 @@ def published(out: Path, force: bool) -> Iterator[Path]:
         try:
             work.mkdir(parents=True)
             yield work
-            if out.exists():
-                out.rename(aside / "replaced") if force else out.rmdir()
-            work.rename(out)
+            _replace(out, work, aside / "replaced")
         except OSError as error:
             raise ExportError(f"cannot write {out}: {error.strerror or error}") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _replace(out: Path, new: Path, old: Path) -> None:
+    """Give ``new`` the name ``out``; what had it before becomes ``old``, or stays on failure."""
+    if out.exists():
+        out.rename(old)
+    try:
+        new.rename(out)
+    except OSError:
+        if old.exists():
+            old.rename(out)
+        raise
 
 
 def parse_size(text: str) -> int:

@@ -82,7 +82,7 @@ def import_hugging_face(
     model = build_model(trained, getattr(torch, dtype))
     tensors = {f"model/{name}": parameter.data for name, parameter in model.named_parameters()}
     tree = encode(trained.config)
-    with published(out, force) as folder:
+    with published(out) as folder:
         manager = CheckpointManager(folder / "checkpoints", asynchronous=False)
         try:
             training = {"sequence_length": trained.sequence_length}

@@ -104,9 +104,7 @@ def verify(folder: Path, target: str, reference: Reference) -> Verification:
     return Verification(transformers.__version__, logits[..., 0].numel(), difference, divergence)
 
 
-def first_divergence(
-    reference: Reference, outputs: dict[str, Tensor]
-) -> tuple[str, float] | None:
+def first_divergence(reference: Reference, outputs: dict[str, Tensor]) -> tuple[str, float] | None:
     """(module, largest difference) of the first module, in order of execution, that differs."""
     for name, expected in reference.outputs.items():
         if name not in outputs or outputs[name].numel() != expected.numel():

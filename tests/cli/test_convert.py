@@ -172,6 +172,24 @@ def test_force_replaces_a_model_and_nothing_else(made: Path, tmp_path: Path) -> 
     assert names(tmp_path) == ["out"]
 
 
+def test_a_failed_replacement_keeps_the_old_model(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made / "model", out)
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if self.name == "out" and target == out:
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    arguments = ["to-hf", made / "post", out, "--no-verify", "--force"]
+    refuse(arguments, capsys, tmp_path, "Input/output error")
+    assert content(out / "config.json")["model_type"] == "llama"
+
+
 # ---------------------------------------------------------------------------- wrong inputs
 
 

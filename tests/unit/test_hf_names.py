@@ -35,7 +35,7 @@ NATIVE: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-tied": {"tie_embeddings": True},
     "llama-yarn": {"position": {"type": "yarn", "factor": 3.0, "original_length": 16}},
-    "qwen2": {"attention": {"qkv_bias": True}},
+    "qwen2": {"attention": {"qkv_bias": True}, "init": {"std": 0.05}},
     "qwen3": {"attention": {"qk_norm": True, "head_dim": 16}, "norm": {"type": "rms", "eps": 1e-6}},
 }
 
