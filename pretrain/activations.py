@@ -296,8 +296,7 @@ class StageMeter:
     def _head_workspace(self, head: Head) -> int:
         """The most that the chunked loss holds beyond its results: measured on three chunks."""
         model, tp = self.config.model, self.config.parallel.tp
-        options = HeadOptions(model.vocab_size)
-        chunk = options.rows_per_chunk(head.matrix().shape[0])
+        chunk = HeadOptions(model.vocab_size).rows_per_chunk(head.matrix().shape[0])
         rows = min(3 * chunk, self._batch.ids.numel())
         share = tp if self.config.parallel.sp else 1
         rows = -(-rows // share) * share
