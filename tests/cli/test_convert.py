@@ -211,7 +211,7 @@ def refuse(
     "arguments, expected",
     [
         (["to-hf", "{made}/absent", "{out}"], ["absent: no such folder"]),
-        (["to-hf", "{made}", "{out}"], ["neither a run folder"]),
+        (["to-hf", "{made}", "{out}"], ["complete checkpoint"]),
         (["to-hf", "{made}/run", "{out}", "--step", "4"], ["no complete step 4", "3, 20"]),
         (["to-hf", "{made}/run", "{out}", "--target", "lama"], ["'lama'", "did you mean 'llama'"]),
         (["to-hf", "{made}/run", "{out}", "--target", "qwen3"], ["qk_norm=False (qwen3: always)"]),

@@ -79,7 +79,7 @@ def test_beyond_the_trained_length_is_said(made: Path, capsys: pytest.CaptureFix
     "arguments, expected",
     [
         (["{made}/absent"], "absent: no such folder"),
-        (["{made}"], "neither a run folder"),
+        (["{made}"], "complete checkpoint"),
         (["{made}/mute"], "its tokenizer was not found: give one with --tokenizer"),
         (["{made}/run", "--step", "9"], "no complete step 9"),
         (["{made}/llama", "--step", "9"], "has no steps"),
