@@ -8,7 +8,7 @@ parallelism.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,28 @@ NORMS = Registry("norm")
 
 def _positive_eps(eps: float) -> list[tuple[str, str]]:
     return [] if eps > 0 else [("eps", f"must be positive, got {eps}")]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The formula with its backward pass written out.  It keeps its input alone; recorded operation
+    by operation it would keep an fp32 copy as well (with bf16, and a bf16 one), and be slower."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.to(accumulation_dtype(x.dtype))
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, scale, weight)
+        return (wide * scale).to(x.dtype) * weight.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, scale, weight = ctx.saved_tensors
+        normed, wide = x.to(scale.dtype) * scale, grad.to(scale.dtype)
+        d_weight = (wide * normed).reshape(-1, x.shape[-1]).sum(0)
+        d_normed = wide * weight.to(scale.dtype)
+        along = torch.linalg.vecdot(d_normed, normed).unsqueeze(-1) / x.shape[-1]
+        d_x = d_normed.addcmul_(normed, along, value=-1).mul_(scale)
+        return d_x.to(x.dtype), d_weight.to(weight.dtype), None
 
 
 @NORMS.register("rms")
@@ -43,9 +65,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(accumulation_dtype(x.dtype))
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return normed.to(x.dtype) * self.weight.to(x.dtype)
+        out: Tensor = _RMSNorm.apply(x, self.weight, self.eps)
+        return out
 
 
 @NORMS.register("layer")
