@@ -12,6 +12,9 @@ from models.attention import Attention, AttentionBackend, AttentionConfig, Seque
 from models.norms import RMSNorm
 from models.positions import NoPE, RoPE
 
+# Flex on a CPU is the reference of its compiled form; it says how slow it is.
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, WIDTH = 2, 6, 2, 9, 4, 10
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 2], [5, 3, 3, 3, 3, 7, 7, 8, 5]])
 
@@ -81,7 +84,7 @@ def test_only_visible_tokens_matter(mask: str, documents: Tensor | None, backend
     q, k, v = qkv()
     with torch.no_grad():
         before = attend(q, k, v, context(mask, documents), backend)
-        for j in range(LENGTH):
+        for j in range(LENGTH) if backend == "sdpa" else (0, 4, 8):
             other_k, other_v = k.clone(), v.clone()
             other_k[:, :, j] += 1.0
             other_v[:, :, j] -= 1.0

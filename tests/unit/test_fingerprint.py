@@ -27,14 +27,10 @@ LAYOUTS = {
     "pp2-interleaved": Case(2, ParallelConfig(pp=2, pipeline=INTERLEAVED)),
     "fsdp3-uneven": Case(3, ParallelConfig(fsdp=3), model=NARROW),
 }
-CASES = {
-    f"{name}{suffix}-{dtype}".removeprefix("torch."): replace(
-        case, dtype=dtype, model=case.model if suffix == "" else TIED
-    )
+CASES = {f"{name}-f32": replace(case, dtype=torch.float32) for name, case in LAYOUTS.items()} | {
+    f"{name}-tied-f64": replace(case, model=TIED)
     for name, case in LAYOUTS.items()
-    for suffix in ("", "-tied")
-    for dtype in (torch.float32, torch.float64)
-    if not (suffix and "uneven" in name)
+    if case.model is SMALL
 }
 
 

@@ -314,7 +314,7 @@ SHARDS = [(2, 9, 16), (2, 7, 16), (4, 9, 16), (4, 16, 16)]  # ranks, vocabulary,
 """Of 4 slices of 16 rows, ids 0 to 8 leave the last one empty; so do 0 to 6 one of 2."""
 
 
-SHARDED = [Setting(), Setting(0.1, weighted=True), FULL]
+SHARDED = [Setting(), FULL]
 
 
 def _shards(rank: int, world: int) -> list[tuple[Any, ...]]:
