@@ -62,7 +62,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, float | int]:
     from pretrain.evaluate import Evaluator
     from pretrain.objectives.base import build_objective
     from pretrain.preflight import check_evaluation
-    from pretrain.state import checkpoint_config, find_checkpoint, weights
+    from pretrain.state import checkpoint_config, weights
+    from pretrain.trained import find_checkpoint
     from pretrain.trainer import choose_device
 
     if options.sequences is not None and options.sequences < 1:

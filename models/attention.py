@@ -54,7 +54,8 @@ class SequenceContext:
             row = torch.arange(keys - queries, keys, device=device)
             mask = (row[:, None] >= torch.arange(keys, device=device)[None, :])[None, None]
         if self.documents is not None:
-            same = (self.documents[:, :, None] == self.documents[:, None, :])[:, None]
+            rows = self.documents[:, keys - queries :]
+            same = (rows[:, :, None] == self.documents[:, None, :])[:, None]
             mask = same if mask is None else mask & same
         return mask
 

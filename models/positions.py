@@ -28,10 +28,15 @@ def _base_problems(base: float) -> Problems:
     return [] if base > 1 else [("base", f"must be above 1, got {base}")]
 
 
+def wavelengths(base: float, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """base^(2f/dim): positions per radian of each pair."""
+    exponent = torch.arange(0, dim, 2, device=device).to(dtype) / dim
+    return base**exponent
+
+
 def rope_frequencies(base: float, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """base^(−2f/dim) for f = 0 … dim/2 − 1 (Su et al. 2021, arXiv 2104.09864, section 3.2.2)."""
-    exponent = torch.arange(0, dim, 2, device=device).to(dtype) / dim
-    return 1.0 / (base**exponent)
+    return 1.0 / wavelengths(base, dim, dtype, device)
 
 
 def rotate_half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -166,12 +171,13 @@ class YaRN(_FixedTable):
 
     def frequencies(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         config = self.config
-        plain = rope_frequencies(config.base, self.head_dim, dtype, device)
+        length = wavelengths(config.base, self.head_dim, dtype, device)
         low = max(math.floor(self._ramp_end(config.beta_fast)), 0)
         high = min(math.ceil(self._ramp_end(config.beta_slow)), self.head_dim - 1)
         index = torch.arange(self.head_dim // 2, device=device).to(dtype)
-        divided = ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
-        return plain / config.factor * divided + plain * (1 - divided)
+        kept = 1 - ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
+        # This order of operations gives Hugging Face's table bit for bit.
+        return 1.0 / (config.factor * length) * (1 - kept) + 1.0 / length * kept
 
     def magnitude(self) -> float:
         return 0.1 * math.log(self.config.factor) + 1.0

@@ -13,8 +13,7 @@ from .data import bytes_per_token, manifests
 from .export import export_hugging_face
 from .report import write_report
 from .run_folder import RunFolder, read_metrics, write_atomic
-from .state import find_checkpoint
-from .trained import build_model, open_trained
+from .trained import build_model, find_checkpoint, open_trained
 
 Artefacts = dict[str, Path | str]
 

@@ -11,8 +11,8 @@ from parallel.apply import ParallelModel, local_tensor, shard_offsets
 from parallel.checkpoint import load_checkpoint
 
 from .config import RunConfig
-from .state import find_checkpoint, weights
-from .trained import TrainedModel, check_names, expected_shapes, open_trained
+from .state import weights
+from .trained import TrainedModel, check_names, expected_shapes, find_checkpoint, open_trained
 
 
 def is_hugging_face(path: Path) -> bool:

@@ -17,8 +17,8 @@ from .evaluate import validation_blend
 from .initial_weights import check_hugging_face, is_hugging_face
 from .optimizer import MOMENTS, fused_adam
 from .run_folder import RunFolder
-from .state import find_checkpoint, require_same_experiment
-from .trained import expected_shapes
+from .state import require_same_experiment
+from .trained import expected_shapes, find_checkpoint
 from .yaml_text import ConfigError, Problem
 
 

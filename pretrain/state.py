@@ -14,9 +14,7 @@ from parallel.checkpoint import CheckpointManager
 from parallel.checkpoint_format import (
     CheckpointError,
     Manifest,
-    latest_step,
     read_manifest,
-    step_name,
 )
 from parallel.resume import require_compatible
 
@@ -24,7 +22,7 @@ from .config import RunConfig, check_run
 from .decode import decode, encode, fields_of
 from .health import HealthMonitor
 from .optimizer import ShardedAdamW
-from .yaml_text import COMMAND_LINE, ConfigError, Problem, combine, nearest, parse_overrides
+from .yaml_text import COMMAND_LINE, ConfigError, Problem, combine, parse_overrides
 
 
 def weights(model: ParallelModel) -> dict[str, Tensor]:
@@ -92,25 +90,6 @@ def require_same_experiment(config: RunConfig, manifest: Manifest, data_fingerpr
     before = {**saved["config"], "data_fingerprint": saved["data_fingerprint"]}
     now = {**encode(config), "data_fingerprint": data_fingerprint}
     return require_compatible(before, now, config.checkpoint.allow)
-
-
-def find_checkpoint(path: Path) -> Path:
-    """A checkpoint folder from itself, from a run folder or from its ``checkpoints`` folder (the
-    newest complete one)."""
-    if path.name.startswith("step_"):
-        return path
-    for root in (path / "checkpoints", path):
-        if root.is_dir():
-            step = latest_step(root)
-            if step is not None:
-                return root / step_name(step)
-    if not path.exists():
-        known = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ValueError(f"{path}: no such run or checkpoint{nearest(path.name, known)}")
-    hint = ""
-    if (path / "config.json").is_file():
-        hint = ": it is a Hugging Face folder; launch/convert.py from-hf makes a checkpoint of one"
-    raise ValueError(f"{path}: there is no complete checkpoint in it{hint}")
 
 
 def checkpoint_config(path: Path, overrides: Iterable[str], **changes: dict[str, Any]) -> RunConfig:

@@ -25,6 +25,7 @@ from parallel.checkpoint_format import (
     step_name,
 )
 from pretrain.decode import decode
+from pretrain.yaml_text import nearest
 
 DEFAULT_LENGTH = 2048  # of a model whose training length nobody wrote down
 _WEIGHTS = "model/"
@@ -69,19 +70,24 @@ def open_trained(path: str | Path, step: int | None = None) -> TrainedModel:
     return _open_checkpoint(find_checkpoint(path, step))
 
 
-def find_checkpoint(path: Path, step: int | None) -> Path:
-    """The step folder meant by ``path``: itself, or the given or latest step below it."""
+def find_checkpoint(path: Path, step: int | None = None) -> Path:
+    """The step folder meant by ``path`` (itself, a run folder, a folder of checkpoints): the given
+    step, or the one to resume from.  TrainedModelError where there is none."""
     if (path / MANIFEST).is_file():
         if step is not None and path.name != step_name(step):
             raise TrainedModelError(f"{path} is one checkpoint, and not of step {step}")
         return path
+    if not path.is_dir():
+        known = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise TrainedModelError(f"{path}: no such run or checkpoint{nearest(path.name, known)}")
+    if (path / "config.json").is_file():
+        raise TrainedModelError(
+            f"{path} is a Hugging Face folder; launch/convert.py from-hf makes a checkpoint of one"
+        )
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     steps = list_steps(root)
     if not steps:
-        raise TrainedModelError(
-            f"{path}: neither a run folder with a complete checkpoint, nor a checkpoint, nor a "
-            "Hugging Face folder"
-        )
+        raise TrainedModelError(f"{path}: there is no complete checkpoint in it")
     wanted = latest_step(root) if step is None else step
     assert wanted is not None
     if wanted not in steps:

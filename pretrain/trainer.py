@@ -58,7 +58,9 @@ def choose_device(config: RunConfig) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("device=cuda, but torch finds no CUDA device")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
+    index, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= found:
+        raise ValueError(f"process {index} of this machine has no GPU of its own: {found} found")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

@@ -155,7 +155,7 @@ def test_initial_weights_that_are_not_there(workspace: Workspace, capsys) -> Non
         (workspace.root / "exported", ["model_type"]),
         (workspace.root / "data", ["there is no complete checkpoint in it"]),
         (runs / "tinny", ["no such run or checkpoint; did you mean 'tiny'?"]),
-        (workspace.folder / "checkpoints" / "step_00000003", ["not a complete checkpoint"]),
+        (workspace.folder / "checkpoints" / "step_00000003", ["no such run or checkpoint"]),
     ):
         command = [workspace.recipe, "name=next", f"checkpoint.init_from={given}"]
         refused(capsys, workspace.root, command, ["checkpoint: ", str(given), *words])
@@ -172,7 +172,7 @@ def test_wrong_evaluations(workspace: Workspace, capsys) -> None:
     for command, words in (
         ([root / "data"], ["there is no complete checkpoint in it"]),
         ([root / "exported"], ["convert.py from-hf makes a checkpoint of one"]),
-        ([run / "checkpoints" / "step_00000003"], ["not a complete checkpoint"]),
+        ([run / "checkpoints" / "step_00000003"], ["no such run or checkpoint"]),
         ([run.parent / "tini"], ["no such run or checkpoint; did you mean 'tiny'?"]),
         ([run, "--sequences", 0], ["--sequences must be at least 1"]),
         ([run, "optimizer.lr=1"], ["optimizer.lr", "no effect on an evaluation"]),

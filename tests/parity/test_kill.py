@@ -22,7 +22,7 @@ from parallel.checkpoint_format import open_checkpoint
 from pretrain.config import RunConfig
 from pretrain.decode import decode
 from pretrain.run_folder import read_metrics
-from pretrain.state import find_checkpoint
+from pretrain.trained import find_checkpoint
 from tests.distributed import context
 from tests.parity.tiny_run import tiny_config, tiny_dataset
 
