@@ -101,11 +101,13 @@ class Stage:
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def _synchronise(self, last: bool) -> None:
-        """Reduce sharded gradients in the last backward pass only."""
+        """Where weights are gathered anew each time, reduce each micro-batch's gradients, so that
+        no rank holds them whole; otherwise accumulate them and reduce in the last backward pass."""
+        now = last or self.reshard_each_time
         for unit in self.units:
-            unit.set_requires_gradient_sync(last)
+            unit.set_requires_gradient_sync(now)
             unit.set_is_last_backward(last)
-            unit.set_reshard_after_backward(last or self.reshard_each_time)
+            unit.set_reshard_after_backward(now)
 
     def unshard(self) -> None:
         """Gather the sharded weights now instead of at first use."""

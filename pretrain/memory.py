@@ -221,16 +221,20 @@ class _Rank:
     def _gradients(self, stage: int) -> list[int]:
         """Bytes of each unit's gradients from its first backward pass on, in unit order.
 
-        Sharded gradients of several micro-batches are accumulated whole and reduced in the last
-        one.  A tied matrix has its gradient once the embedding has run backward.
+        Where gathered weights are kept, sharded gradients of several micro-batches are accumulated
+        whole and reduced in the last one; otherwise each one is reduced.  A tied matrix has its gradient once the embedding has run backward.
         """
         units = self.profiles[stage].units
         total = dict.fromkeys(units, 0)
         for p in self.parameters[stage]:
-            whole = not p.sharded or self.micro_batches > 1
+            whole = not p.sharded or self._accumulates_whole
             size = p.numel if whole else p.stored(self.config.parallel.fsdp)
             total[p.unit] += size * self.size
         return [total[unit] for unit in units]
+
+    @property
+    def _accumulates_whole(self) -> bool:
+        return self.micro_batches > 1 and not self.config.parallel.reshard_after_forward
 
     def _gathered_weights(self, parameters: Iterable[StoredParameter]) -> int:
         """Whole weights of fully sharded units and the copies that their collectives make."""
@@ -242,7 +246,7 @@ class _Rank:
                 size = self.compute_size if p.unit.startswith("blocks.") else self.size
                 whole = p.stored(fsdp) * fsdp
                 weights[p.unit] = weights.get(p.unit, 0) + whole * size
-                reduced = whole * self.size + (whole * size if self.micro_batches == 1 else 0)
+                reduced = whole * self.size + (0 if self._accumulates_whole else whole * size)
                 copies[p.unit] = copies.get(p.unit, 0) + max(whole * size, reduced)
         if not weights:
             return 0

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.parity
 TIED = replace(SMALL, tie_embeddings=True)
 DP2 = Case(world=2, micro_batches=2, parallel=ParallelConfig(dp=2))
 FSDP2 = Case(world=2, micro_batches=2, parallel=ParallelConfig(fsdp=2))
+FSDP2_KEEP = replace(FSDP2, parallel=ParallelConfig(fsdp=2, reshard_after_forward=False))
 TP2_SP = Case(world=2, parallel=ParallelConfig(tp=2, sp=True))
 PP2 = Case(world=2, micro_batches=3, parallel=ParallelConfig(pp=2))
 PP2_TIED = replace(PP2, model=TIED)
@@ -107,7 +108,7 @@ CONTROLS: dict[str, tuple[Case, Callable[[Engine], None]]] = {
     "tied-weight-counted-twice": (PP2_TIED, count_shared_weight_twice),
     "identical-shards": (TP2_SP, initialise_shards_alike),
     "dropped-block": (PP2, drop_a_block),
-    "never-synchronised": (FSDP2, skip_last_synchronisation),
+    "never-synchronised": (FSDP2_KEEP, skip_last_synchronisation),
 }
 
 
