@@ -49,17 +49,23 @@ def random(rank: int, *shape: int) -> Tensor:
 
 
 SHAPE = (6, 12, 18)  # 2 and 3 divide every dimension
-Layout = Callable[[Tensor], Tensor]
-LAYOUTS: dict[str, Layout] = {
-    "contiguous": lambda x: x,
-    "transposed": lambda x: x.transpose(0, 2).contiguous().transpose(0, 2),
-    "strided": lambda x: torch.stack([x, -x], -1)[..., 0],
-    "expanded": lambda x: x[:, :1].expand(SHAPE),
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.transpose(0, 2).contiguous().transpose(0, 2)
+
+
+LAYOUTS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "contiguous": lambda x, rank: x,
+    "transposed": lambda x, rank: transposed(x),
+    "strided": lambda x, rank: torch.stack([x, -x], -1)[..., 0],
+    "expanded": lambda x, rank: x[:, :1].expand(SHAPE),
+    "another on each rank": lambda x, rank: transposed(x) if rank % 2 else x,
 }
 
 
-def inputs(rank: int, change: Layout) -> Tensor:
-    x = change(random(rank, *SHAPE))
+def inputs(rank: int, change: Callable[[Tensor, int], Tensor]) -> Tensor:
+    x = change(random(rank, *SHAPE), rank)
     assert x.shape == SHAPE
     return x
 
@@ -107,7 +113,7 @@ def _check_values(ring: GroupAxis, everyone: list[Tensor], total: Tensor, name: 
     assert ring.max_(own) is own and own.equal(torch.stack(everyone).amax(0))
 
 
-def _check_adjoint(operator: Layout, x: Tensor, y: Tensor) -> None:
+def _check_adjoint(operator: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> None:
     """Inputs and outputs differ from rank to rank and every one of them counts."""
     x = x.detach().requires_grad_()
     out = operator(x)
@@ -116,10 +122,12 @@ def _check_adjoint(operator: Layout, x: Tensor, y: Tensor) -> None:
     assert world_dot(out.detach(), y) == pytest.approx(world_dot(x.detach(), pulled), rel=1e-12)
 
 
-def _check_replicated(ring: GroupAxis, mine: Tensor, change: Layout) -> None:
+def _check_replicated(
+    ring: GroupAxis, mine: Tensor, change: Callable[[Tensor, int], Tensor]
+) -> None:
     """``copy`` goes from one shared value to many, ``reduce`` back: the shared side counts once."""
     shared = inputs(99, change).detach().requires_grad_()
-    y = change(random(ring.rank + 10, *SHAPE))  # the upstream gradient has any strides, too
+    y = inputs(ring.rank + 10, change)  # the upstream gradient has any strides, too
     (pulled,) = torch.autograd.grad(ring.copy(shared), shared, y)
     right = float((shared * pulled).sum())
     assert world_dot(shared.detach(), y) == pytest.approx(right, rel=1e-12)
