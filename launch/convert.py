@@ -8,6 +8,7 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 import argparse
 
+from launch._command import Parser
 from pretrain import export, import_hf
 
 EXAMPLES = """\
@@ -18,14 +19,9 @@ examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):  # type: ignore[no-untyped-def]  # NoReturn
-        raise ValueError(f"{message} (see --help)")
-
-
 def parser() -> argparse.ArgumentParser:
     shape = argparse.RawDescriptionHelpFormatter
-    top = _Parser(prog="convert.py", description=__doc__, epilog=EXAMPLES, formatter_class=shape)
+    top = Parser(prog="convert.py", description=__doc__, epilog=EXAMPLES, formatter_class=shape)
     commands = top.add_subparsers(dest="command", required=True, metavar="to-hf | from-hf")
     to_hf = commands.add_parser(
         "to-hf",

@@ -11,6 +11,7 @@ import argparse
 import torch
 
 from data_tools.tokenizers import TextTokenizer, load_tokenizer
+from launch._command import Parser
 from models.decoding import Sampling, generate
 from pretrain.trained import TrainedModel, build_model, open_trained
 
@@ -21,13 +22,8 @@ examples:
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):  # type: ignore[no-untyped-def]  # NoReturn
-        raise ValueError(f"{message} (see --help)")
-
-
 def parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="generate.py",
         description=__doc__,
         epilog=EXAMPLES,

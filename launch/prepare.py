@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 from data_tools import corpus, dataset, indexed, packing, tokenizers
 from data_tools.request import PrepareError, Request, status
+from launch._command import Parser
 
 EXAMPLES = """\
 examples:
@@ -28,13 +29,8 @@ The same command continues an interrupted run, and does nothing when OUT is up t
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):  # type: ignore[no-untyped-def]  # NoReturn
-        raise PrepareError(f"{message} (see --help)")
-
-
 def parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="prepare.py",
         description=__doc__,
         epilog=EXAMPLES,

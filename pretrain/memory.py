@@ -222,7 +222,8 @@ class _Rank:
         """Bytes of each unit's gradients from its first backward pass on, in unit order.
 
         Where gathered weights are kept, sharded gradients of several micro-batches are accumulated
-        whole and reduced in the last one; otherwise each one is reduced.  A tied matrix has its gradient once the embedding has run backward.
+        whole and reduced in the last one; otherwise each one is reduced.  A tied matrix has its
+        gradient once the embedding has run backward.
         """
         units = self.profiles[stage].units
         total = dict.fromkeys(units, 0)
