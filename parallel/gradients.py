@@ -135,7 +135,9 @@ def scale_gradients(model: ParallelModel, factor: Tensor | float) -> None:
 
 def clip_gradients(model: ParallelModel, norm: Tensor, maximum: float) -> None:
     """Scale so that the norm does not exceed ``maximum`` (exactly 1 when it does not)."""
-    scale_gradients(model, (maximum / norm.clamp(min=1e-12)).clamp(max=1.0).to(torch.float64))
+    # a true division: ``maximum / norm`` multiplies by the reciprocal, which rounds below 1
+    factor = torch.full_like(norm, maximum) / norm.clamp(min=1e-12)
+    scale_gradients(model, factor.clamp(max=1.0).to(torch.float64))
 
 
 def zero_gradients(model: ParallelModel) -> None:
