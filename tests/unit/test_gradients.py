@@ -161,6 +161,16 @@ def test_one_bad_element_reaches_every_rank(world: int, name: str) -> None:
         assert norm != norm and largest != largest
 
 
+def test_at_the_limit_nothing_changes() -> None:
+    """For every norm: a reciprocal would round below one for some of them."""
+    engine = build(Case(dtype=torch.float64))
+    for _, parameter in engine.model.named_parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for norm in torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(0)):
+        clip_gradients(engine.model, norm, float(norm))
+        assert all(gradient.eq(1).all() for gradient in snapshot(engine).values()), norm
+
+
 SIZES = [(5,), (0,), (3, 4), (), (64,), (2, 3), (1,), (100,)]
 DTYPES = [torch.float32, torch.float32, torch.float64, torch.float64, torch.float32,
           torch.bfloat16, torch.float32, torch.float32]  # fmt: skip
