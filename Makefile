@@ -45,10 +45,11 @@ prepare: $(STAMP) ## turn the bundled text into token files under data/austen
 	  --corpus austen --train-tokenizer 4096 --out data/austen)
 
 test: $(STAMP) ## unit, command-line and a few parity tests (under 3 minutes on two cores)
-	$(BIN)/python -m pytest -q -m "(not parity and not slow) or smoke" $(TEST_FLAGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile \
+	  -m "(not parity and not long and not slow) or smoke" $(TEST_FLAGS)
 
-test-parity: $(STAMP) ## every layout against the single-process run (under 15 minutes)
-	$(BIN)/python -m pytest -q -m "parity and not slow" $(TEST_FLAGS)
+test-parity: $(STAMP) ## every layout against the single-process run, and the long tests (under 15 minutes)
+	$(BIN)/python -m pytest -q -m "(parity or long) and not slow" $(TEST_FLAGS)
 
 test-all: $(STAMP) ## every test there is
 	$(BIN)/python -m pytest -q $(TEST_FLAGS)

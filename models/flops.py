@@ -50,15 +50,10 @@ def module_flops(module: nn.Module, sequence_length: int) -> int:
 
 
 def _module_activations(module: nn.Module, sequence_length: int) -> int:
-    """Inputs and outputs of every linear map and one copy per norm: an estimate in closed form
-    (maps that share an input make up for what else is kept)."""
-    total = 0
-    for part in module.modules():
-        if isinstance(part, Linear):
-            total += sum(part.weight.shape) * sequence_length
-        elif not list(part.children()) and list(part.parameters(recurse=False)):
-            total += next(part.parameters()).shape[-1] * sequence_length
-    return total
+    """Inputs and outputs of every linear map: an estimate in closed form (maps that share an
+    input make up for what else is kept)."""
+    maps = [part for part in module.modules() if isinstance(part, Linear)]
+    return sum(sum(part.weight.shape) for part in maps) * sequence_length
 
 
 def unit_sizes(config: ModelConfig, sequence_length: int) -> dict[str, UnitSize]:

@@ -18,7 +18,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_loss_curve_is_the_stored_one(name: str, threads: int, root: Path) -> None:
     stored = json.loads(STORE.read_text())[name]

@@ -207,7 +207,7 @@ def with_manifest(prefix: Path) -> Manifest:
         text_bytes=int(counts.sum()),
         dtype="uint16",
         append_eos=True,
-        tokenizer={"name": "t"},
+        tokenizer={"name": "t", "sha256": "0", "vocab_size": 300},
         files=writer.files,
         sources=[],
         split={"name": "train"},

@@ -274,6 +274,12 @@ def test_gathered_weights_and_whole_gradients(name: str, measured: Any) -> None:
                 assert memory.gathered > weights + whole - memory.gradients
 
 
+def real_tensors() -> list[Tensor]:
+    """Every tensor with memory that Python knows of (not what tracing left behind)."""
+    plain = (Tensor, torch.nn.Parameter)
+    return [t for t in gc.get_objects() if type(t) in plain and t.device.type == "cpu"]
+
+
 def saved_bytes(block: Any, x: Tensor, batch: MicroBatch) -> tuple[int, Tensor]:
     """Bytes of everything that one forward pass of ``block`` leaves behind but parameters and its
     input: saved by autograd, or found among Python's objects (what recomputation keeps)."""
@@ -284,13 +290,13 @@ def saved_bytes(block: Any, x: Tensor, batch: MicroBatch) -> tuple[int, Tensor]:
         return tensor
 
     gc.collect()
-    before = [t for t in gc.get_objects() if issubclass(type(t), Tensor)]
+    before = real_tensors()
     known = {t.untyped_storage().data_ptr() for t in [*before, *block.parameters(), x]}
     del before
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = block(x, batch.context())
     gc.collect()
-    after = [t for t in gc.get_objects() if issubclass(type(t), Tensor)] + packed + [out]
+    after = [*real_tensors(), *packed, out]
     return storage_bytes(t for t in after if t.untyped_storage().data_ptr() not in known), out
 
 
