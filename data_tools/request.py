@@ -106,7 +106,10 @@ def status(request: Request, out: Path) -> str:
     if job.request != request.identity():
         return "other"
     for source in job.sources:
-        stat = os.stat(source.path)
+        try:
+            stat = os.stat(source.path)
+        except FileNotFoundError:
+            return "changed"
         if (stat.st_size, stat.st_mtime_ns) == (source.bytes, source.modified_ns):
             continue
         if stat.st_size != source.bytes or file_sha256(source.path) != source.sha256:

@@ -1,6 +1,6 @@
 """From a configuration to this rank's part of the model, in one fixed order:
 
-tensor → (expert) → recompute → compile → fully_shard → materialise → initialise.
+tensor → recompute → compile → fully_shard → materialise → initialise.
 
 Everything up to materialisation happens on meta tensors, so no rank ever holds a whole tensor.
 Order matters: a tensor plan applied after fully_shard would match nothing, and recomputation

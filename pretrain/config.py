@@ -223,7 +223,7 @@ class CheckpointConfig:
     asynchronous: bool = field(default=True, metadata={"help": "write while training goes on"})
     init_from: str | None = field(
         default=None,
-        metadata={"help": "start from these weights only: a checkpoint or run folder"},
+        metadata={"help": "start from the weights of a run, checkpoint or Hugging Face folder"},
     )
     allow: tuple[Literal["model", "objective", "data", "seed"], ...] = field(
         default=(), metadata={"help": "resume although these parts changed"}
@@ -340,7 +340,15 @@ def expand_size(tree: Tree, problems: Problems) -> Tree:
         hint = nearest(size, SIZES)
         text = f"given {model['size']!r}; allowed are {', '.join(SIZES)}{hint}"
         problems.append(("model.size", text))
-    return {**tree, "model": merge(SIZES.get(size, {}), rest)}
+    preset = SIZES.get(size, {})
+    merged = merge(preset, rest)
+    if size in SIZES:  # another kind of feed-forward layer keeps the preset's width
+        chosen = merged["feedforward"]
+        if isinstance(chosen, str):
+            chosen = {"type": chosen}
+        if isinstance(chosen, dict):
+            merged["feedforward"] = {"hidden": preset["feedforward"]["hidden"], **chosen}
+    return {**tree, "model": merged}
 
 
 def fill_vocabulary(tree: Tree, problems: Problems) -> Tree:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data_tools.blend import Blend, PackedSampler, Sampler, WindowSampler
+from data_tools.blend import Blend, PackedSampler, Sample, Sampler, WindowSampler
 from data_tools.indexed import IndexedReader
 from data_tools.manifest import Manifest
 from parallel.stage import MicroBatch
@@ -61,8 +61,10 @@ class Batches:
         data_rank: int,
         data_size: int,
         device: torch.device,
+        end: int | None = None,
     ) -> None:
         self.blend = blend
+        self.end = end
         self.objective = objective
         self.micro_batch = micro_batch
         self.data_rank, self.data_size = data_rank, data_size
@@ -79,11 +81,17 @@ class Batches:
         ]
 
     def _micro_batch(self, indices: range) -> MicroBatch:
-        samples = [self.blend.sample(index) for index in indices]
+        samples = [self._sample(index) for index in indices]
         tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
         documents = torch.from_numpy(np.stack([sample.documents for sample in samples]))
         batch = self.objective.micro_batch(tokens, documents.long(), indices)
         return self._move(batch)
+
+    def _sample(self, index: int) -> Sample:
+        if self.end is None or index < self.end:
+            return self.blend.sample(index)
+        like = self.blend.sample(0)
+        return Sample(np.zeros_like(like.tokens), np.full_like(like.documents, -1))
 
     def _move(self, batch: MicroBatch) -> MicroBatch:
         def move(x: Tensor) -> Tensor:

@@ -139,7 +139,8 @@ class Engine:
     def forward_backward(self, batches: Sequence[MicroBatch], objective: Objective) -> StepResult:
         """Accumulate and reduce every gradient of one step (gradients are zeroed first)."""
         zero_gradients(self.model)
-        counts, terms = self._begin(batches, objective)
+        counts = self.global_counts(objective.counts(batches))
+        terms = self._begin(batches, objective.terms(counts))
         self.executor(len(batches)).run()
         reduce_gradients(self.model)
         return self._result(counts, {term.name: term.normalizer for term in terms})
@@ -147,18 +148,15 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch], objective: Objective) -> StepResult:
         """Losses of these batches; no gradient, no change of state."""
-        counts, terms = self._begin(batches, objective)
+        counts = self.global_counts(objective.counts(batches))
+        terms = self._begin(batches, objective.evaluation_terms(counts))
         self.executor(len(batches)).run_forward()
         return self._result(counts, {term.name: term.normalizer for term in terms})
 
-    def _begin(
-        self, batches: Sequence[MicroBatch], objective: Objective
-    ) -> tuple[dict[str, int], list[Term]]:
-        counts = self.global_counts(objective.counts(batches))
-        terms = objective.terms(counts)
+    def _begin(self, batches: Sequence[MicroBatch], terms: list[Term]) -> list[Term]:
         for stage in self.stages.values():
             stage.begin(batches, terms)
-        return counts, terms
+        return terms
 
     def global_counts(self, counts: dict[str, int]) -> dict[str, int]:
         """Sum over data ranks, before any backward pass."""

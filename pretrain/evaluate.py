@@ -12,27 +12,19 @@ from .engine import Engine
 from .objectives.base import Objective
 
 
-def validation_blend(config: RunConfig, data_size: int) -> tuple[Blend, int]:
-    """The validation stream and how many of its sequences are used: as many as asked for and
-    there, in whole batches of ``data_size`` ranks.  ``ValueError`` when that is none."""
+def validation_blend(config: RunConfig) -> tuple[Blend, int]:
+    """The validation stream and how many of its sequences are used: those asked for, or all."""
     length = config.training.sequence_length
     blend = build_blend(config.data, config.data.validation, length, 0, None)
-    share = config.training.micro_batch * data_size
-    wanted = min(config.evaluation.sequences, blend.num_samples)
-    if wanted < share:
-        raise ValueError(
-            f"{wanted} sequences (evaluation.sequences={config.evaluation.sequences:,}, "
-            f"{blend.num_samples:,} in the data) are fewer than one batch of micro_batch·dp·fsdp = "
-            f"{share}"
-        )
-    return blend, wanted // share * share
+    return blend, min(config.evaluation.sequences, blend.num_samples)
 
 
 class Evaluator:
     """The same validation sequences every time, under any layout.
 
-    ``loss`` is the mean of the objective's primary term in nats per token (an upper bound where the
-    objective is one); bits per byte use the tokens per byte of the whole validation text.
+    Where they do not fill the last batches, empty samples that carry no loss do.  ``loss`` is the
+    mean of the objective's evaluation term in nats per token (an upper bound where the objective is
+    one); bits per byte use the tokens per byte of the whole validation text.
     """
 
     def __init__(self, config: RunConfig, engine: Engine, objective: Objective) -> None:
@@ -42,18 +34,20 @@ class Evaluator:
         if not config.data.validation:
             return
         mesh = engine.model.mesh
-        blend, self.sequences = validation_blend(config, mesh.data_size)
+        blend, self.sequences = validation_blend(config)
+        share = config.training.micro_batch * mesh.data_size
+        self.padded = -(-self.sequences // share) * share
         self.bytes_per_token = bytes_per_token(config.data.validation)
         self.batches = Batches(
             blend, objective, config.training.micro_batch, mesh.data_rank, mesh.data_size,
-            mesh.device,
+            mesh.device, self.sequences,
         )  # fmt: skip
 
     def run(self) -> dict[str, float]:
         """``eval/…`` figures (empty without validation data); the same on every rank."""
         if not self.sequences:
             return {}
-        result = self.engine.evaluate(self.batches.read(0, self.sequences), self.objective)
+        result = self.engine.evaluate(self.batches.read(0, self.padded), self.objective)
         loss = result.losses[self.objective.primary]
         return {
             "eval/loss": loss,

@@ -22,9 +22,9 @@ from .trained import expected_shapes, find_checkpoint
 from .yaml_text import ConfigError, Problem
 
 
-def check_start(config: RunConfig, device: torch.device, world_size: int) -> None:
+def check_start(config: RunConfig, device: torch.device) -> None:
     """``ConfigError`` with all that would stop this run on this rank's machine."""
-    found = kernel_problems(config, device) + data_problems(config, world_size)
+    found = kernel_problems(config, device) + data_problems(config)
     if config.finish.export != "none" and importlib.util.find_spec("transformers") is None:
         found.append(("finish.export", "needs transformers: pip install 'midspan[hf]', or none"))
     if not found:
@@ -33,23 +33,19 @@ def check_start(config: RunConfig, device: torch.device, world_size: int) -> Non
         raise ConfigError([Problem(*problem) for problem in found])
 
 
-def check_evaluation(
-    config: RunConfig, device: torch.device, checkpoint: Path, world_size: int
-) -> None:
+def check_evaluation(config: RunConfig, device: torch.device, checkpoint: Path) -> None:
     """``ConfigError`` with all that would stop the evaluation of ``checkpoint``."""
     found = kernel_problems(config, device)
     sources = config.data.validation
-    data_size = config.parallel.replicas(world_size) * config.parallel.fsdp
     _collect(found, "data.validation", lambda: check_vocabulary(config, sources))
-    _collect(found, "data.validation", lambda: validation_blend(config, data_size))
+    _collect(found, "data.validation", lambda: validation_blend(config))
     _collect(found, "checkpoint", lambda: require_tensors(config, checkpoint, ("model",)))
     if found:
         raise ConfigError([Problem(*problem) for problem in dict.fromkeys(found)])
 
 
-def data_problems(config: RunConfig, world_size: int) -> Problems:
+def data_problems(config: RunConfig) -> Problems:
     """Why the datasets cannot give what the run needs."""
-    data_size = config.parallel.replicas(world_size) * config.parallel.fsdp
     samples = config.training.total_steps * config.training.batch
     length, data = config.training.sequence_length, config.data
     found: Problems = []
@@ -58,7 +54,7 @@ def data_problems(config: RunConfig, world_size: int) -> Problems:
         found, "data.train", lambda: build_blend(data, data.train, length, config.seed, samples)
     )
     if data.validation:
-        _collect(found, "data.validation", lambda: validation_blend(config, data_size))
+        _collect(found, "data.validation", lambda: validation_blend(config))
     _collect(found, "data.tokenizer", lambda: check_tokenizer(config))
     # What is wrong with a file stops several checks, and is said once.
     first = {message: path for path, message in reversed(found)}

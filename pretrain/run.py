@@ -60,7 +60,7 @@ def begun(config: RunConfig, device: torch.device, folder: RunFolder) -> Iterato
 
         group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         ranks = Ranks(group, ValueError)
-        ranks.exchange("cannot start", lambda: check_start(config, device, ranks.size), own)
+        ranks.exchange("cannot start", lambda: check_start(config, device), own)
         yield
 
 

@@ -42,6 +42,10 @@ class Objective(Protocol):
         """Loss terms normalised by the *global* counts."""
         ...
 
+    def evaluation_terms(self, counts: dict[str, int]) -> list[Term]:
+        """The primary term as it is evaluated: the likelihood (or its bound) and nothing else."""
+        ...
+
 
 def build_objective(config: Any) -> Objective:
     objective: Objective = OBJECTIVES.build(config)

@@ -67,3 +67,6 @@ class Causal:
         if self.config.z_loss:
             terms.append(ZLoss(count, self.config.z_loss))
         return terms
+
+    def evaluation_terms(self, counts: dict[str, int]) -> list[Term]:
+        return [CrossEntropy(float(max(counts["labels"], 1)))]

@@ -106,10 +106,6 @@ def too_many_epochs_in_a_blend(work: Workspace) -> None:
     )
 
 
-def small_validation(work: Workspace) -> None:
-    work.change(evaluation={"sequences": 1})
-
-
 def long_sequences(work: Workspace) -> None:
     work.change(training={"sequence_length": 10**7, "batch_tokens": 2 * 10**7})
 
@@ -171,11 +167,6 @@ CASES: dict[Callable[[Workspace], None], list[str]] = {
     vocabulary_beyond_the_type: ["a vocabulary of 70,000, which does not fit the uint16"],
     too_many_epochs: ["data.train", "32 needed", "epochs, at most 0.01 allowed", "samples avail"],
     too_many_epochs_in_a_blend: ["data.train", "other: ", "needed", "at most 0.005 allowed"],
-    small_validation: [
-        "data.validation",
-        "1 sequences (evaluation.sequences=1",
-        "fewer than one batch of micro_batch·dp·fsdp = 2",
-    ],
     long_sequences: ["too few for one sample of 10,000,000 + 1"],
     no_packing: ["train.pack32.json: no packing index", "prepare.py --pack 32"],
     stale_packing: ["train.pack32.json: computed from another version of train.idx"],
