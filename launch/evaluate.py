@@ -74,7 +74,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, float | int]:
     if not config.data.validation:
         raise ValueError(f"{path}: its run has no data.validation; give one as an override")
     device = choose_device(config)
-    check_evaluation(config, device, path)))
+    check_evaluation(config, device, path)
     initialize_process_group(device, config.parallel.timeout_minutes)
     try:
         group = dist.new_group(backend="gloo") if dist.is_initialized() else None
