@@ -155,11 +155,13 @@ def _draw_losses(axes: "Axes", rows: Sequence[Mapping[str, Any]], scale: float) 
 
 def _draw_references(axes: "Axes", references: Mapping[str, float]) -> None:
     low, high = axes.get_ylim()
-    for label, value in references.items():
+    # Side by side from the highest, so that lines close to each other keep their labels apart.
+    ordered = sorted(references.items(), key=lambda item: -item[1])
+    for place, (label, value) in enumerate(ordered):
         axes.axhline(value, color=_REFERENCE, linewidth=1, linestyle=(0, (5, 3)), zorder=1)
         axes.annotate(
             f"{label}: {value:.2f}",
-            (0.5, value),
+            (0.3 + 0.2 * (place % 3), value),
             xycoords=("axes fraction", "data"),
             xytext=(0, 3),
             textcoords="offset points",

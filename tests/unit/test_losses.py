@@ -301,6 +301,7 @@ def test_chosen_chunks_bound_the_logits() -> None:
         rows = HeadOptions(vocab).rows_per_chunk(vocab)
         assert 256 <= rows <= 4096
         assert rows == 256 or rows * vocab <= 2**20
+        assert 1024 <= HeadOptions(vocab).rows_per_chunk(vocab, "cuda") <= 8192
     assert HeadOptions(10, chunk_rows=5).rows_per_chunk(10**6) == 5
 
 
