@@ -22,7 +22,7 @@ from typing import Any
 from launch._command import Parser
 from pretrain.decode import diff, encode
 from pretrain.metrics import unit_of
-from pretrain.run_folder import RunFolder, json_value, read_metrics
+from pretrain.run_folder import RunFolder, json_value, read_jsonl, read_metrics
 from pretrain.yaml_text import load_yaml_files, nearest
 
 # Configuration that names, stores or shows a run and cannot change its training.
@@ -130,6 +130,7 @@ def load(given: str) -> Run:
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise ValueError(f"{given}: not a run folder: it has no {folder.config.name}")
+    _require_one_configuration(folder)
     return Run(
         given,
         load_yaml_files([folder.config])[str(folder.config)],
@@ -138,6 +139,18 @@ def load(given: str) -> Run:
         read_metrics(folder.metrics) if folder.metrics.exists() else (),
         folder.read_status() or "not started",
     )
+
+
+def _require_one_configuration(folder: RunFolder) -> None:
+    """ValueError for a run whose settings changed between its starts: ``config.yaml`` holds the
+    latest ones, which say nothing about the steps before."""
+    for row in read_jsonl(folder.resume_history) if folder.resume_history.exists() else ():
+        if row.get("changed"):
+            raise ValueError(
+                f"{folder.path}: its settings changed after step {row['step']} "
+                f"({'; '.join(row['changed'])}), so no one configuration made it and a comparison "
+                "would prove nothing"
+            )
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

@@ -84,7 +84,10 @@ def recorded(folder: RunFolder, rank: int) -> Iterator[None]:
 def write_records(
     folder: RunFolder, config: RunConfig, trainer: Trainer, arguments: Sequence[str]
 ) -> None:
-    """What was asked for, where it runs, and each start of the run."""
+    """What was asked for, where it runs, and each start of the run; a start that has nothing left
+    to train leaves the records of the training alone."""
+    if trainer.state.step >= trainer.total_steps:
+        return
     text = dump_yaml(config)
     if trainer.state.step == 0:
         print(text, flush=True)
@@ -95,4 +98,4 @@ def write_records(
     )
     write_json(folder.environment, environment)
     folder.write_command(["launch/pretrain.py", *arguments])
-    folder.record_resume(trainer.state.step)
+    folder.record_resume(trainer.state.step, changed=trainer.state.changed)

@@ -16,7 +16,7 @@ from parallel.checkpoint_format import (
     Manifest,
     read_manifest,
 )
-from parallel.resume import require_compatible
+from parallel.resume import FREE, compare_configs, require_compatible
 
 from .config import RunConfig, check_run
 from .decode import decode, encode, fields_of
@@ -47,6 +47,7 @@ class RunState:
         self.optimizer = optimizer
         self.step = 0
         self.samples = 0
+        self.changed: list[str] = []
 
     def tensors(self) -> dict[str, Tensor]:
         moments = self.optimizer.state_tensors()
@@ -76,7 +77,16 @@ class RunState:
         self.step, self.samples = saved["step"], saved["samples"]
         self.optimizer.restore(saved["updates"])
         health.load_state_dict(saved["health"])
+        now = {**self.encoded, "data_fingerprint": self.data_fingerprint}
+        before = {**saved["config"], "data_fingerprint": saved["data_fingerprint"]}
+        self.changed = [
+            str(difference)
+            for difference in compare_configs(before, now)
+            if difference.effect != FREE
+        ]
         note = f"resuming after step {step}"
+        if step >= self.config.training.total_steps:
+            note = f"all {step} steps are done: nothing is trained, changed settings have no effect"
         return f"{note}; settings that differ from the checkpoint:\n{changes}" if changes else note
 
 

@@ -65,7 +65,7 @@ def test_a_finished_run_stays_and_a_longer_one_goes_on(workspace: Workspace, cap
     assert "resuming after step 4" in capsys.readouterr().out
     assert list_steps(workspace.folder / "checkpoints") == [4, 6]
     history = (workspace.folder / "resume_history.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in history] == [0, 4, 4]
+    assert [json.loads(line)["step"] for line in history] == [0, 4]
 
 
 def test_initial_weights_of_another_run(workspace: Workspace, capsys) -> None:
@@ -144,3 +144,20 @@ def test_a_signal_stops_torchrun_and_the_same_command_finishes(workspace: Worksp
     assert list_steps(run.checkpoints) == [stopped, steps]
     assert json.loads(run.environment.read_text())["world_size"] == 1
     assert [row["step"] for row in read_metrics(run.metrics)] == list(range(1, steps + 1))
+
+
+def test_changed_settings_are_on_record_and_nothing_is_proved(workspace: Workspace, capsys) -> None:
+    workspace.train()
+    run = RunFolder(workspace.folder)
+    before = run.config.read_text()
+    capsys.readouterr()
+    workspace.train("optimizer.lr=5e-4")
+    assert "nothing is trained, changed settings have no effect" in capsys.readouterr().out
+    assert run.config.read_text() == before, "a start that trains nothing relabels nothing"
+
+    workspace.train("training.steps=6", "optimizer.lr=5e-4")
+    capsys.readouterr()
+    assert compare.main([str(workspace.folder), str(workspace.folder)]) == 2
+    error = capsys.readouterr().err
+    assert "settings changed after step 4" in error
+    assert "optimizer.lr" in error
