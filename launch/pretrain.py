@@ -48,6 +48,9 @@ def main(argv: list[str] | None = None) -> int:
         return start(options, argv)
     except (ValueError, OSError) as error:
         return report(error)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
 
 
 def print_keys(options: argparse.Namespace) -> int:

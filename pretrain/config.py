@@ -292,6 +292,11 @@ class RunConfig:
         if not (self.training.problems() or self.schedule.problems()):
             for path, message in self.schedule.problems(self.training.total_steps):
                 found.append((f"schedule.{path}", message))
+            last = self.training.total_steps
+            beyond = [step for step in self.health.skip_steps if step > last]
+            if beyond:
+                text = f"{beyond} lie beyond the last step {last}: they would be ignored"
+                found.append(("health.skip_steps", text))
         if not self.data.validation and self.evaluation != EvaluationConfig():
             found.append(("evaluation", "is set but data.validation is empty: it would be ignored"))
         if self.data.samples == "packed" and getattr(self.objective, "documents", "") == "attend":

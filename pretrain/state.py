@@ -77,11 +77,9 @@ class RunState:
         self.step, self.samples = saved["step"], saved["samples"]
         self.optimizer.restore(saved["updates"])
         health.load_state_dict(saved["health"])
-        now = {**self.encoded, "data_fingerprint": self.data_fingerprint}
-        before = {**saved["config"], "data_fingerprint": saved["data_fingerprint"]}
         self.changed = [
             str(difference)
-            for difference in compare_configs(before, now)
+            for difference in compare_configs(*_both(self.config, saved, self.data_fingerprint))
             if difference.effect != FREE
         ]
         note = f"resuming after step {step}"
@@ -97,9 +95,16 @@ def require_same_experiment(config: RunConfig, manifest: Manifest, data_fingerpr
     if missing:
         text = f"step {manifest.step} was not saved by a training run (no {', '.join(missing)})"
         raise CheckpointError(f"{text}: use it as checkpoint.init_from of a run of another name")
-    before = {**saved["config"], "data_fingerprint": saved["data_fingerprint"]}
-    now = {**encode(config), "data_fingerprint": data_fingerprint}
+    before, now = _both(config, saved, data_fingerprint)
     return require_compatible(before, now, config.checkpoint.allow)
+
+
+def _both(
+    config: RunConfig, saved: dict[str, Any], data_fingerprint: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What is compared between a checkpoint and this run."""
+    before = {**saved["config"], "data_fingerprint": saved["data_fingerprint"]}
+    return before, {**encode(config), "data_fingerprint": data_fingerprint}
 
 
 def checkpoint_config(path: Path, overrides: Iterable[str], **changes: dict[str, Any]) -> RunConfig:

@@ -161,3 +161,10 @@ def test_changed_settings_are_on_record_and_nothing_is_proved(workspace: Workspa
     error = capsys.readouterr().err
     assert "settings changed after step 4" in error
     assert "optimizer.lr" in error
+
+
+def test_a_step_to_skip_beyond_the_run_is_refused(workspace: Workspace, capsys) -> None:
+    assert pretrain.main([str(workspace.recipe), "health.skip_steps=[2, 99]"]) == 2
+    error = capsys.readouterr().err
+    assert "health.skip_steps" in error
+    assert "[99] lie beyond the last step 4" in error
