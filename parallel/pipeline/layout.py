@@ -1,7 +1,7 @@
 """Layout strings in Megatron's notation, such as ``Et*3|(tt|)*29,m|L``.
 
-``E`` is the embedding, ``t`` a block, ``m`` a multi-token-prediction block and ``L`` the loss:
-the final norm and the heads.  ``|`` ends a stage, ``x*3`` repeats one symbol, ``(...)*3`` repeats
+``E`` is the embedding, ``t`` a block, ``m`` a multi-token-prediction block with its norm and ``L``
+the loss: the final norm and the heads.  ``|`` ends a stage, ``x*3`` repeats one symbol, ``(...)*3`` repeats
 a group, commas and blanks are ignored.  With several ``L`` (one per depth) the deepest head goes
 to the first of them, and the last one holds the norm and next-token prediction.
 """
@@ -110,7 +110,7 @@ def read_layout(
             blocks += 1
         elif symbol == "m":
             mtp_blocks += 1
-            stages[-1].append(Unit(MTP, mtp_blocks))
+            stages[-1] += [Unit(MTP, mtp_blocks), Unit(NORM, mtp_blocks)]
         else:
             depths = range(depth + 1) if len(found["L"]) == 1 else [depth - losses]
             losses += 1
@@ -132,6 +132,9 @@ def _symbols(stage: Sequence[Unit], depths: int, chunks: int) -> str | None:
     heads = [unit for unit in stage if unit.kind == HEAD]
     whole = {unit.index for unit in heads}
     if (Unit(NORM) in stage) != (0 in whole) or len(heads) != len(whole) * chunks:
+        return None
+    mtp = [{unit.index for unit in stage if unit.kind == kind} - {0} for kind in (MTP, NORM)]
+    if mtp[0] != mtp[1]:
         return None
     losses = "L" if len(whole) == depths else "L" * len(whole)
     return "".join(u.kind for u in stage if u.kind in (EMBEDDING, BLOCK, MTP)) + losses

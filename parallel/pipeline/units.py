@@ -1,9 +1,9 @@
 """The model as a list of units, and their placement on virtual stages and ranks.
 
 A unit is the smallest thing a planner moves: ``E`` the embedding, ``t`` one block, ``n`` the
-final norm, ``m_k`` the k-th multi-token-prediction block (its own norm included) and ``h_k,c`` the
-head of depth k on the token rows of chunk c.  Everything downstream (schedules, checker, simulator,
-executor) derives its dependencies from the data flow between units that is described here.
+final norm, ``m_k`` the k-th multi-token-prediction block, ``n_k`` the norm behind it and ``h_k,c``
+the head of depth k on the token rows of chunk c.  Everything downstream (schedules, checker,
+simulator, executor) derives its dependencies from the data flow between units described here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 class Unit:
     """One placeable piece of the model.
 
-    ``index`` is the block number for ``t`` (from 0), the depth for ``m`` (from 1) and ``h``
+    ``index`` is the block number for ``t`` (from 0), the depth for ``m`` (from 1), ``n`` and ``h``
     (0 is next-token prediction), and 0 otherwise.  ``chunk`` is the token chunk of a head.
     """
 
@@ -38,13 +38,13 @@ class Unit:
             raise ValueError(f"unknown unit kind {self.kind!r}: allowed are {KINDS}")
 
     def __str__(self) -> str:
-        if self.kind in (EMBEDDING, NORM):
+        if self.kind == EMBEDDING or (self.kind == NORM and self.index == 0):
             return self.kind
         return f"{self.kind}{self.index}" + (f",{self.chunk}" if self.kind == HEAD else "")
 
 
 def model_units(num_layers: int, mtp_depth: int = 0, head_chunks: int = 1) -> list[Unit]:
-    """All units of a model in data-flow order: ``E t0.. n m1.. h0,0 h0,1 .. h1,0 ..``."""
+    """All units of a model in data-flow order: ``E t0.. n m1 n1 .. h0,0 h0,1 .. h1,0 ..``."""
     for name, value, least in (
         ("num_layers", num_layers, 0),
         ("mtp_depth", mtp_depth, 0),
@@ -56,34 +56,44 @@ def model_units(num_layers: int, mtp_depth: int = 0, head_chunks: int = 1) -> li
         Unit(EMBEDDING),
         *(Unit(BLOCK, layer) for layer in range(num_layers)),
         Unit(NORM),
-        *(Unit(MTP, depth) for depth in range(1, mtp_depth + 1)),
+        *(Unit(kind, depth) for depth in range(1, mtp_depth + 1) for kind in (MTP, NORM)),
         *(Unit(HEAD, depth, c) for depth in range(mtp_depth + 1) for c in range(head_chunks)),
     ]
+
+
+WIRINGS = ("block", "norm", "trunk")
 
 
 def data_flow(units: Sequence[Unit], mtp_input: str = "block") -> dict[Unit, Unit | None]:
     """The unit whose output each unit reads; ``None`` for the embedding, which reads token ids.
 
-    ``mtp_input`` says what the first multi-token-prediction block reads: the last ``"block"``
-    (before the final norm) or the final ``"norm"``.  Token ids and labels are no part of the data
-    flow: every rank reads them itself.
+    ``mtp_input`` says what a multi-token-prediction block reads: what the previous depth's last
+    ``"block"`` gave (before its norm), the previous depth's ``"norm"``, or, for parallel heads, the
+    ``"trunk"``: all blocks but the last, which is the head of next-token prediction.  Token ids
+    and labels are no part of the data flow: every rank reads them itself.
     """
-    if mtp_input not in ("block", "norm"):
-        raise ValueError(f"mtp_input is {mtp_input!r}: allowed are 'block' and 'norm'")
+    if mtp_input not in WIRINGS:
+        raise ValueError(f"mtp_input is {mtp_input!r}: allowed are {WIRINGS}")
     layers = sum(unit.kind == BLOCK for unit in units)
-    last = Unit(BLOCK, layers - 1) if layers else Unit(EMBEDDING)
+
+    def block(layer: int) -> Unit:
+        return Unit(BLOCK, layer) if layer >= 0 else Unit(EMBEDDING)
 
     def source(unit: Unit) -> Unit | None:
-        if unit.kind == EMBEDDING:
-            return None
-        if unit.kind == BLOCK:
-            return Unit(BLOCK, unit.index - 1) if unit.index else Unit(EMBEDDING)
-        if unit.kind == NORM:
-            return last
-        if unit.kind == MTP:
-            first = last if mtp_input == "block" else Unit(NORM)
-            return Unit(MTP, unit.index - 1) if unit.index > 1 else first
-        return Unit(MTP, unit.index) if unit.index else Unit(NORM)
+        match unit.kind:
+            case "E":
+                return None
+            case "t":
+                return block(unit.index - 1)
+            case "n":
+                return Unit(MTP, unit.index) if unit.index else block(layers - 1)
+            case "h":
+                return Unit(NORM, unit.index)
+        if mtp_input == "trunk":
+            return block(layers - 2)
+        if mtp_input == "norm":
+            return Unit(NORM, unit.index - 1)
+        return Unit(MTP, unit.index - 1) if unit.index > 1 else block(layers - 1)
 
     return {unit: source(unit) for unit in units}
 

@@ -23,14 +23,19 @@ def names(placement: Placement) -> list[str]:
 def test_units_come_in_data_flow_order() -> None:
     assert " ".join(map(str, model_units(2))) == "E t0 t1 n h0,0"
     units = model_units(1, mtp_depth=2, head_chunks=2)
-    assert " ".join(map(str, units)) == "E t0 n m1 m2 h0,0 h0,1 h1,0 h1,1 h2,0 h2,1"
-    for mtp_input in ("block", "norm"):
+    assert " ".join(map(str, units)) == "E t0 n m1 n1 m2 n2 h0,0 h0,1 h1,0 h1,1 h2,0 h2,1"
+    for mtp_input in ("block", "norm", "trunk"):
         for unit, source in data_flow(units, mtp_input).items():
             assert (source is None) == (unit.kind == "E")
             assert source is None or units.index(source) < units.index(unit)
     assert data_flow(units, "block")[Unit("m", 1)] == Unit("t", 0)
+    assert data_flow(units, "block")[Unit("m", 2)] == Unit("m", 1)
     assert data_flow(units, "norm")[Unit("m", 1)] == Unit("n")
-    with pytest.raises(ValueError, match="'block' and 'norm'"):
+    assert data_flow(units, "norm")[Unit("m", 2)] == Unit("n", 1)
+    assert data_flow(units, "trunk")[Unit("m", 2)] == Unit("E")
+    assert data_flow(model_units(3, 2), "trunk")[Unit("m", 2)] == Unit("t", 1)
+    assert data_flow(units, "trunk")[Unit("h", 2, 1)] == Unit("n", 2)
+    with pytest.raises(ValueError, match="'block', 'norm', 'trunk'"):
         data_flow(units, "blok")
     with pytest.raises(ValueError, match="unknown unit kind 'x'"):
         Unit("x")
@@ -65,7 +70,7 @@ def test_edges_follow_the_data_flow_and_not_the_stage_order() -> None:
         ("t0", 0, 1),
         ("t1", 1, 2),
         ("t1", 1, 3),
-        ("m1", 2, 3),
+        ("n1", 2, 3),
     ]
     assert placement.head_only == (False, False, False, False)
     units = model_units(1, head_chunks=4)
@@ -88,7 +93,7 @@ def test_layout_strings_of_megatron_are_read() -> None:
     assert placement.num_stages == 32 and placement.num_ranks == 16
     assert len(placement.stages[0]) == 4
     assert all(len(stage) == 2 for stage in placement.stages[1:30])
-    assert names(placement)[30:] == ["m1", "n h0,0 h1,0"]
+    assert names(placement)[30:] == ["m1 n1", "n h0,0 h1,0"]
     assert names(read_layout("E|t*2|t|L", 4)) == ["E", "t0 t1", "t2", "n h0,0"]
     split = read_layout("E|(t|)*10m|m|m|LL|LL", 8)
     assert names(split)[-2:] == ["h2,0 h3,0", "n h0,0 h1,0"]
@@ -126,7 +131,7 @@ def test_layout_order_errors_name_the_string() -> None:
     # The final norm sits behind the block that would read it.
     with pytest.raises(ValueError, match=r"unit m1 .* runs before n"):
         read_layout("Et|m|L", 3, mtp_input="norm")
-    assert names(read_layout("Et|mL", 2, mtp_input="norm"))[1] == "n m1 h0,0 h1,0"
+    assert names(read_layout("Et|mL", 2, mtp_input="norm"))[1] == "n m1 n1 h0,0 h1,0"
 
 
 @settings(deadline=None, max_examples=60)
@@ -196,7 +201,7 @@ def test_every_planner_places_every_unit_once(
 
 def test_uniform_gives_the_remainder_to_the_first_stages() -> None:
     placement = make_placement("uniform", PlanRequest(tuple(model_units(7, 1)), 3))
-    assert names(placement) == ["E t0 t1 t2", "t3 t4", "t5 t6 n m1 h0,0 h1,0"]
+    assert names(placement) == ["E t0 t1 t2", "t3 t4", "t5 t6 n m1 n1 h0,0 h1,0"]
     with pytest.raises(ValueError, match="a block for each of 3 stages, the model has 2"):
         make_placement("uniform", PlanRequest(tuple(model_units(2)), 3))
 
