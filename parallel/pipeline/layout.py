@@ -1,9 +1,9 @@
 """Layout strings in Megatron's notation, such as ``Et*3|(tt|)*29,m|L``.
 
 ``E`` is the embedding, ``t`` a block, ``m`` a multi-token-prediction block with its norm and ``L``
-the loss: the final norm and the heads.  ``|`` ends a stage, ``x*3`` repeats one symbol, ``(...)*3`` repeats
-a group, commas and blanks are ignored.  With several ``L`` (one per depth) the deepest head goes
-to the first of them, and the last one holds the norm and next-token prediction.
+the loss: the final norm and the heads.  ``|`` ends a stage, ``x*3`` repeats one symbol,
+``(...)*3`` repeats a group, commas and blanks are ignored.  With several ``L`` (one per depth) the
+deepest head goes to the first of them, and the last one holds the norm and next-token prediction.
 """
 
 from __future__ import annotations
