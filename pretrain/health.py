@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pretrain.run_folder import RunFolder, append_jsonl, heal_jsonl
+from pretrain.run_folder import RunFolder, append_jsonl, heal_jsonl, read_jsonl
 
 Policy = Literal["stop", "skip", "warn"]
 Action = Literal["proceed", "warn", "skip", "stop"]
@@ -195,3 +195,16 @@ class HealthLog:
             },
         )
         return {**samples, "health/skipped": float(decision.action == "skip")}
+
+
+def not_finite_since(folder: RunFolder, last: int) -> int:
+    """The step whose update made the weights non-finite, given that they are so after ``last``:
+    the first of the findings in a row that reach it."""
+    found = {
+        row["step"]
+        for row in (read_jsonl(folder.health) if folder.health.exists() else ())
+        if not (math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]))
+    }
+    while last - 1 in found:
+        last -= 1
+    return last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 
@@ -16,6 +17,7 @@ from parallel.mesh import initialize_process_group
 from .config import RunConfig
 from .decode import dump_yaml
 from .finish import finish
+from .health import not_finite_since
 from .preflight import check_start
 from .run_folder import RunFolder, describe_environment, write_atomic, write_json
 from .trainer import Trainer, choose_device
@@ -25,7 +27,8 @@ EXIT_CODES = {"finished": 0, "preempted": 0, "failed": 1}
 
 def run(config: RunConfig, arguments: Sequence[str]) -> int:
     """Train, then evaluate, export, sample and report.  Exit code 0 when finished or when stopped
-    by a signal after saving, 1 when the health policy stopped the run."""
+    by a signal after saving, 1 when the health policy stopped the run or its weights are not finite
+    in the end."""
     device = choose_device(config)
     initialize_process_group(device, config.parallel.timeout_minutes)
     folder = RunFolder(config.folder)
@@ -37,6 +40,10 @@ def run(config: RunConfig, arguments: Sequence[str]) -> int:
                 write_records(folder, config, trainer, arguments)
                 folder.write_status("running")
             outcome = trainer.run()
+            if outcome == "finished" and not trainer.weights_are_finite():
+                outcome = "failed"
+                if rank == 0:
+                    report_weights(config, folder, trainer.state.step)
             if rank == 0:
                 if outcome == "finished":
                     finish(config, folder)
@@ -45,6 +52,18 @@ def run(config: RunConfig, arguments: Sequence[str]) -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
     return EXIT_CODES[outcome]
+
+
+def report_weights(config: RunConfig, folder: RunFolder, last: int) -> None:
+    """Say why a run that reached its end has no result."""
+    since = not_finite_since(folder, last)
+    print(
+        f"error: the weights are not finite since step {since} (health.nan={config.health.nan}): "
+        "nothing is exported. Train under another name with health.nan=stop or skip, "
+        "or a lower optimizer.lr",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from models.flops import training_flops_per_token, unit_sizes
-from parallel.apply import BuildOptions
+from parallel.apply import BuildOptions, local_tensor
 from parallel.checkpoint import CheckpointManager
 from parallel.fingerprint import weights_hash
 from parallel.gradients import clip_gradients, gradient_norm
@@ -167,6 +167,11 @@ class Trainer:
         self.checkpoints.close()
         self.logger.close()
         return outcome
+
+    def weights_are_finite(self) -> bool:
+        """Of all ranks: every one calls it."""
+        here = all(bool(local_tensor(p).isfinite().all()) for _, p in self.model.named_parameters())
+        return self.all_reduce_max(float(not here)) == 0
 
     def _step(self, micro_batches: list[Any]) -> Decision:
         """Forward, backward, judgement, update; the state moves on by one step."""

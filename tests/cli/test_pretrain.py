@@ -16,7 +16,7 @@ from parallel.checkpoint_format import list_steps
 from pretrain.config import RunConfig, load_run_config
 from pretrain.decode import fields_of
 from pretrain.run_folder import RunFolder, read_metrics
-from tests.cli.workspace import Workspace, listing, prepared
+from tests.cli.workspace import Workspace, listing, prepared, signals_restored
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,6 +80,23 @@ def test_initial_weights_of_another_run(workspace: Workspace, capsys) -> None:
     runs = [str(workspace.folder), str(workspace.folder.parent / "next")]
     compare.main([*runs, "--expect", "checkpoint.init_from"])
     assert "follows from checkpoint.init_from" in capsys.readouterr().out
+
+
+def test_weights_that_became_nan_are_not_exported(workspace: Workspace, capsys) -> None:
+    """Only the first update is finite; repeating the run says the same."""
+    command = ["health.nan=warn", "optimizer.lr=1e30", "training.clip_norm=null"]
+    command += ["finish.export=auto", "finish.report=true"]
+    for _ in range(2):
+        with signals_restored():
+            assert pretrain.main([str(workspace.recipe), *command]) == 1
+        printed = capsys.readouterr()
+        assert printed.err.startswith("error: the weights are not finite since step 2 (health.nan")
+        assert printed.err.count("\n") == 1
+        assert "finished:" not in printed.out
+        assert RunFolder(workspace.folder).read_status() == "failed"
+        assert not (workspace.folder / "huggingface").exists()
+    rows = [json.loads(line) for line in (workspace.folder / "health.jsonl").open()]
+    assert [row["step"] for row in rows] == [2, 3, 4]
 
 
 def test_printed_config_is_a_recipe(workspace: Workspace, capsys) -> None:

@@ -6,10 +6,11 @@ import random
 import statistics
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from pretrain.health import Decision, HealthConfig, HealthLog, HealthMonitor
+from pretrain.health import Decision, HealthConfig, HealthLog, HealthMonitor, not_finite_since
 from pretrain.run_folder import RunFolder, read_jsonl
 
 NAN, INF = math.nan, math.inf
@@ -216,3 +217,17 @@ def test_problems_are_reported_together() -> None:
     ]
     ((where, message),) = HealthConfig(window=8).problems()
     assert where == "spike_warmup" and "32" in message and "8" in message
+
+
+def test_the_step_since_when_weights_are_not_finite(tmp_path: Path) -> None:
+    """Findings that ended before the last step did not touch the weights of it."""
+    folder = RunFolder(tmp_path)
+    assert not_finite_since(folder, 9) == 9
+    log = HealthLog(folder)
+    for step, loss in ((2, NAN), (3, 7.0), (6, 2.0), (7, NAN), (8, NAN), (9, NAN)):
+        norm = NAN if step == 6 else 1.0
+        decision = Decision("warn", "found")
+        log.record(step, decision, loss=loss, grad_norm=norm, first_sample=0, last_sample=1)
+    assert not_finite_since(folder, 9) == 6
+    assert not_finite_since(folder, 10) == 6
+    assert not_finite_since(folder, 5) == 5
