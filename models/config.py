@@ -8,6 +8,7 @@ from typing import Any, Literal
 from .attention import AttentionConfig
 from .blocks import BLOCKS, PreNormBlock
 from .feedforward import FEEDFORWARDS, SwiGLU
+from .mtp import MTPConfig
 from .norms import NORMS, RMSNorm
 from .positions import POSITIONS, RoPE
 
@@ -61,6 +62,7 @@ class ModelConfig:
     residual_dtype: Literal["compute", "float32"] = field(
         default="compute", metadata={"help": "dtype of the residual stream (at least)"}
     )
+    mtp: MTPConfig = MTPConfig()
     init: InitConfig = InitConfig()
 
     @property
@@ -75,6 +77,12 @@ class ModelConfig:
         ]
         if self.logit_softcap is not None and self.logit_softcap <= 0:
             found.append(("logit_softcap", f"must be positive, got {self.logit_softcap}"))
+        if self.mtp.depth and self.mtp.kind == "parallel" and self.layers == 1:
+            found.append(("mtp.kind", "parallel needs a trunk below the last block: layers >= 2"))
+        block = BLOCKS.name_of(type(self.block))
+        if self.mtp.input == "norm" and not BLOCKS.component(block).final_norm:  # type: ignore[attr-defined]
+            text = f"norm is set but block={block} has no final norm: it would be ignored"
+            found.append(("mtp.input", text))
         return found
 
 

@@ -70,7 +70,8 @@ class LogitGradient:
 
 class Term(Protocol):
     """A row-wise loss term.  ``weight`` and ``normalizer`` (a global count, > 0) are fixed before
-    the forward pass: the total is Σ rows · weight / normalizer."""
+    the forward pass: the total is Σ rows · weight / normalizer.  ``depth``: of the head that it
+    judges, 0 for the next token."""
 
     @property
     def name(self) -> str: ...
@@ -78,6 +79,8 @@ class Term(Protocol):
     def weight(self) -> float: ...
     @property
     def normalizer(self) -> float: ...
+    @property
+    def depth(self) -> int: ...
 
     def rows(self, rows: LogitRows, fields: Mapping[str, Tensor]) -> tuple[Tensor, LogitGradient]:
         """Loss rows [n] (0 where nothing is predicted) and their logit gradient."""
@@ -96,6 +99,7 @@ class CrossEntropy:
     weight: float = 1.0
     name: str = "cross_entropy"
     labels: str = "labels"
+    depth: int = 0
 
     def rows(self, rows: LogitRows, fields: Mapping[str, Tensor]) -> tuple[Tensor, LogitGradient]:
         labels, smoothing = fields[self.labels], self.label_smoothing
@@ -118,6 +122,7 @@ class ZLoss:
     weight: float = 1e-4
     name: str = "z_loss"
     labels: str = "labels"
+    depth: int = 0
 
     def rows(self, rows: LogitRows, fields: Mapping[str, Tensor]) -> tuple[Tensor, LogitGradient]:
         valid = (fields[self.labels] != IGNORE).to(rows.log_z.dtype)

@@ -1,4 +1,4 @@
-"""The model as a list of units: embedding, blocks, final norm, head.
+"""The model as a list of units: embedding, blocks, final norm, multi-token prediction, head.
 
 Any unit may be absent, so one pipeline stage is a ``Transformer`` with fewer units; names carry
 the global layer index and do not change.
@@ -6,7 +6,8 @@ the global layer index and do not change.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -20,13 +21,40 @@ from .config import ModelConfig
 from .feedforward import FEEDFORWARDS
 from .linear import accumulation_dtype
 from .losses import HeadOptions, Term, capped, chunked_head_loss
+from .mtp import MTPBlock, fork, tokens_ahead
 from .norms import NORMS
 
 
 def unit_names(config: ModelConfig) -> list[str]:
-    """Every unit in execution order: embedding, blocks.0 …, final_norm, head."""
+    """Every unit in execution order: embedding, blocks.0 …, final_norm, mtp.1, mtp_norms.1 …, head
+    (of every depth)."""
     blocks = [f"blocks.{layer}" for layer in range(config.layers)]
-    return ["embedding", *blocks, "final_norm", "head"]
+    depths = range(1, config.mtp.depth + 1)
+    mtp = [f"{part}.{depth}" for depth in depths for part in ("mtp", "mtp_norms")]
+    return ["embedding", *blocks, "final_norm", *mtp, "head"]
+
+
+def unit_inputs(config: ModelConfig) -> dict[str, str]:
+    """The unit whose output each unit reads, for all but the embedding and the head."""
+    last = f"blocks.{config.layers - 1}"
+    inputs = {f"blocks.{layer}": f"blocks.{layer - 1}" for layer in range(1, config.layers)}
+    inputs |= {"blocks.0": "embedding", "final_norm": last}
+    for depth in range(1, config.mtp.depth + 1):
+        inputs[f"mtp.{depth}"] = {
+            "block": f"mtp.{depth - 1}" if depth > 1 else last,
+            "norm": f"mtp_norms.{depth - 1}" if depth > 1 else "final_norm",
+            "trunk": f"blocks.{config.layers - 2}",
+        }[config.mtp.wiring]
+        inputs[f"mtp_norms.{depth}"] = f"mtp.{depth}"
+    return inputs
+
+
+def module_name(config: ModelConfig, unit: str) -> str:
+    """The module of ``Transformer`` that computes ``unit``; a repeated block serves every depth."""
+    part, _, depth = unit.partition(".")
+    if part in ("mtp", "mtp_norms") and int(depth) not in config.mtp.modules:
+        return f"{part}.1"
+    return unit
 
 
 class Embedding(nn.Module):
@@ -95,19 +123,37 @@ class Head(nn.Module):
         return capped(logits.to(accumulation_dtype(logits.dtype)), self.softcap)
 
 
+def build_norm(config: ModelConfig) -> nn.Module:
+    norm: nn.Module = NORMS.build(config.norm, config.hidden)
+    return norm
+
+
 def build_block(config: ModelConfig, layer: int, backend: AttentionBackend) -> Block:
     attention = Attention(
         config.attention, config.hidden, layer, config.norm, config.position, backend
     )
     feedforward = FEEDFORWARDS.build(config.feedforward, config.hidden)
     block: Block = BLOCKS.build(
-        config.block, layer, attention, feedforward, lambda: NORMS.build(config.norm, config.hidden)
+        config.block, layer, attention, feedforward, lambda: build_norm(config)
     )
     return block
 
 
+def build_mtp(config: ModelConfig, depth: int, backend: AttentionBackend) -> nn.Module:
+    """The block of ``depth``, counted as a layer behind the model's last one."""
+    block = build_block(config, config.layers + depth - 1, backend)
+    if config.mtp.kind == "parallel":
+        return block
+    own = Embedding(config) if config.mtp.embedding == "own" else None
+    return MTPBlock(config.mtp, config.hidden, block, lambda: build_norm(config), own)
+
+
 class Transformer(nn.Module):
-    """Whole model, or the part of it named by ``units`` (names as in :func:`unit_names`)."""
+    """Whole model, or the part of it named by ``units`` (names as in :func:`unit_names`).
+
+    A part holds the modules that its units need: one with a multi-token-prediction block holds the
+    embedding that the block shares.
+    """
 
     def __init__(
         self,
@@ -117,10 +163,14 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         names = unit_names(config)
-        present = names if units is None else list(units)
-        assert set(present) <= set(names), f"unknown units {set(present) - set(names)}"
+        self.units = frozenset(names if units is None else units)
+        assert self.units <= set(names), f"unknown units {set(self.units) - set(names)}"
         self.config = config
-        self.embedding = Embedding(config) if "embedding" in present else None
+        present = {module_name(config, unit) for unit in self.units}
+        depths = [depth for depth in config.mtp.modules if f"mtp.{depth}" in present]
+        shares = config.mtp.kind != "parallel" and config.mtp.embedding == "shared"
+        embeds = "embedding" in present or (shares and bool(depths))
+        self.embedding = Embedding(config) if embeds else None
         self.blocks = nn.ModuleDict(
             {
                 str(layer): build_block(config, layer, attention_backend)
@@ -129,24 +179,74 @@ class Transformer(nn.Module):
             }
         )
         wants_norm = BLOCKS.component(BLOCKS.name_of(type(config.block))).final_norm  # type: ignore[attr-defined]
-        self.final_norm = (
-            NORMS.build(config.norm, config.hidden)
-            if "final_norm" in present and wants_norm
-            else None
+        self.final_norm = build_norm(config) if "final_norm" in present and wants_norm else None
+        self.mtp = nn.ModuleDict(
+            {str(depth): build_mtp(config, depth, attention_backend) for depth in depths}
+        )
+        self.mtp_norms = nn.ModuleDict(
+            {
+                str(depth): build_norm(config)
+                for depth in config.mtp.modules
+                if f"mtp_norms.{depth}" in present and wants_norm
+            }
         )
         tied = self.embedding if config.tie_embeddings else None
         self.head = Head(config, tied) if "head" in present else None
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
         """Token ids [B, S] (or hidden [B, S, D] when the embedding is elsewhere) through every
-        unit but the head: hidden [B, S, D]."""
-        if self.embedding is not None:
+        unit that next-token prediction needs, but the head: hidden [B, S, D]."""
+        if self.embedding is not None and "embedding" in self.units:
             x = self.embedding(x)
         for block in self.blocks.values():
             x = block(x, context)
         if self.final_norm is not None:
             x = self.final_norm(x)
         return x
+
+    def run_unit(
+        self, name: str, x: Tensor | None, ids: Tensor, context: SequenceContext
+    ) -> Tensor:
+        """One unit but the head.
+
+        x: [B, S, D] (this rank's positions under sequence parallelism), the output of the unit that
+        this one reads; None for the embedding.  ids: int64 [B, S], the tokens of the sequences.
+        """
+        assert name in self.units, f"unit {name} is not here"
+        if name == "embedding":
+            assert self.embedding is not None
+            out: Tensor = self.embedding(ids)
+            return out
+        assert x is not None, f"unit {name} reads a hidden state"
+        part, _, index = module_name(self.config, name).partition(".")
+        if part == "final_norm":
+            return x if self.final_norm is None else self.final_norm(x)
+        modules: nn.ModuleDict = getattr(self, part)
+        if part == "mtp_norms":
+            return modules[index](x) if index in modules else x
+        module = modules[index]
+        if not isinstance(module, MTPBlock):
+            return module(x, context)
+        tokens = tokens_ahead(ids, int(name.partition(".")[2]))
+        if module.embedding is None:
+            assert self.embedding is not None
+            tokens = self.embedding(tokens)
+        return module(x, tokens, context)
+
+    def depth_outputs(self, ids: Tensor, context: SequenceContext) -> list[Tensor]:
+        """What the head reads at every depth, each [B, S, D], of a whole model."""
+        inputs = unit_inputs(self.config)
+        readers = Counter(inputs.values())
+        values: dict[str, Iterator[Tensor]] = {}
+        outputs = []
+        for name in unit_names(self.config)[:-1]:
+            x = next(values[inputs[name]]) if name in inputs else None
+            out = self.run_unit(name, x, ids, context)
+            is_norm = name == "final_norm" or name.startswith("mtp_norms.")
+            values[name] = iter(fork(out, readers[name] + is_norm))
+            if is_norm:
+                outputs.append(next(values[name]))
+        return outputs
 
     def logits(self, ids: Tensor, context: SequenceContext | None = None) -> Tensor:
         """Token ids [B, S] to logits [B, S, vocab_size] in at least fp32."""
