@@ -89,7 +89,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, float | int]:
         engine = build_engine(config.model, config.parallel, mesh, choice, length)
         load_checkpoint(path, weights(engine.model), group)
         with torch.no_grad():
-            evaluator = Evaluator(config, engine, build_objective(config.objective))
+            objective = build_objective(config.objective, config.model)
+            evaluator = Evaluator(config, engine, objective)
             figures = evaluator.run()
         tokens = evaluator.sequences * length
     finally:

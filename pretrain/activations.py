@@ -200,7 +200,7 @@ class StageMeter:
     def _objective(self) -> tuple[MicroBatch, list[Term]]:
         """A micro-batch of zeros as the objective sees it, and its loss terms."""
         training = self.config.training
-        objective = build_objective(self.config.objective)
+        objective = build_objective(self.config.objective, self.config.model)
         tokens = torch.zeros(training.micro_batch, training.sequence_length + 1, dtype=torch.long)
         batch = objective.micro_batch(tokens, torch.zeros_like(tokens), range(len(tokens)))
         kept = [batch.ids, *batch.fields.values(), batch.documents]

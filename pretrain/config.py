@@ -304,6 +304,12 @@ class RunConfig:
                 ("objective.documents", "must be mask with data.samples=packed: packed documents"
                  " are unrelated")
             )  # fmt: skip
+        for path, message in self.objective.model_problems(self.model):
+            found.append((f"objective.{path}", message))
+        length = self.training.sequence_length
+        if 0 < length <= self.model.mtp.depth:
+            text = f"{self.model.mtp.depth} needs sequences longer than {length} tokens"
+            found.append(("model.mtp.depth", text))
         if self.kernels.attention == "flash":
             if getattr(self.objective, "documents", "") == "mask":
                 found.append(("kernels.attention", "flash has no document mask: use flex or sdpa"))

@@ -25,7 +25,7 @@ def decays(name: str, parameter: Tensor, config: OptimizerConfig) -> bool:
     """Matrices decay; norm gains and biases never; embeddings only if asked."""
     if parameter.dim() < 2:
         return False
-    return config.decay_embeddings or name != "embedding.weight"
+    return config.decay_embeddings or not name.endswith("embedding.weight")
 
 
 class ShardedAdamW:

@@ -76,7 +76,7 @@ class Trainer:
         self.folder = RunFolder(config.folder)
         self.total_steps = config.training.total_steps
         check_vocabulary(config)
-        self.objective = build_objective(config.objective)
+        self.objective = build_objective(config.objective, config.model)
         mesh = build_mesh(config.parallel, device)
         blend = build_blend(
             config.data, config.data.train, config.training.sequence_length, config.seed,

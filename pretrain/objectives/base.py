@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from models.config import ModelConfig
 from models.losses import Term
 from models.registry import Registry
 from parallel.stage import MicroBatch
@@ -16,7 +17,8 @@ OBJECTIVES = Registry("objective")
 
 
 class Objective(Protocol):
-    """Registered class built as ``Objective(config)``.
+    """Registered class built as ``Objective(config, model)``; its config tells with
+    ``model_problems(model)``, like ``problems()``, what does not go with a model.
 
     ``primary`` names the term whose mean is *the* loss of a run, in nats per counted token;
     ``is_bound`` says that it only bounds the likelihood.
@@ -47,8 +49,9 @@ class Objective(Protocol):
         ...
 
 
-def build_objective(config: Any) -> Objective:
-    objective: Objective = OBJECTIVES.build(config)
+def build_objective(config: Any, model: ModelConfig | None = None) -> Objective:
+    """``model``: what is trained; None stands for one without multi-token prediction."""
+    objective: Objective = OBJECTIVES.build(config, model)
     return objective
 
 
