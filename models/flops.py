@@ -16,13 +16,14 @@ from torch import nn
 from .attention import Attention
 from .config import ModelConfig
 from .linear import Linear
-from .transformer import Head, Transformer, unit_names
+from .transformer import Embedding, Head, Transformer, module_name, unit_names
 
 
 @dataclass(frozen=True)
 class UnitSize:
-    """parameters: without vocabulary padding (a tied head has none).  flops: of the forward pass
-    of one sequence.  activations: elements kept for backward per sequence, an estimate."""
+    """parameters: without vocabulary padding, each counted at its first unit (a tied head has
+    none).  flops: of the forward pass of one sequence; the head's are those of one depth.
+    activations: elements kept for backward per sequence, an estimate."""
 
     parameters: int
     flops: int
@@ -60,23 +61,30 @@ def unit_sizes(config: ModelConfig, sequence_length: int) -> dict[str, UnitSize]
     """Sizes of every unit, by unit name, in execution order."""
     with torch.device("meta"):
         model = Transformer(config)
-    vocabulary = config.vocab_size * config.hidden
+    padding = (config.padded_vocab_size - config.vocab_size) * config.hidden
+    table = config.hidden * sequence_length
+    modules = dict(model.named_modules())
+    counted: set[nn.Parameter] = set()
     sizes = {}
     for name in unit_names(config):
-        if name == "embedding":
-            sizes[name] = UnitSize(vocabulary, 0, config.hidden * sequence_length)
-            continue
-        module = getattr(model, name) if "." not in name else model.blocks[name.split(".")[1]]
-        if isinstance(module, Head):
-            own = 0 if config.tie_embeddings else vocabulary
-            flops = 2 * vocabulary * sequence_length
-            sizes[name] = UnitSize(own, flops, config.hidden * sequence_length)
-        elif module is None:
+        module = modules.get(module_name(config, name))
+        if module is None:  # a norm that this model does not have
             sizes[name] = UnitSize(0, 0, 0)
+            continue
+        own = set(module.parameters()) - counted
+        counted |= own
+        tables = [m for m in module.modules() if isinstance(m, (Embedding, Head))]
+        padded = sum(p in own for m in tables for p in m.parameters())
+        parameters = sum(p.numel() for p in own) - padding * padded
+        if isinstance(module, Embedding):
+            sizes[name] = UnitSize(parameters, 0, table)
+        elif isinstance(module, Head):
+            flops = 2 * config.vocab_size * table
+            sizes[name] = UnitSize(parameters, flops, table)
         else:
-            parameters = sum(p.numel() for p in module.parameters())
             activations = _module_activations(module, sequence_length)
-            sizes[name] = UnitSize(parameters, module_flops(module, sequence_length), activations)
+            flops = module_flops(module, sequence_length)
+            sizes[name] = UnitSize(parameters, flops, activations)
     return sizes
 
 
@@ -86,8 +94,9 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def forward_flops(config: ModelConfig, sequence_length: int) -> int:
-    """Operations of the forward pass of one sequence."""
-    return sum(size.flops for size in unit_sizes(config, sequence_length).values())
+    """Operations of the forward pass of one sequence, the head's at every depth."""
+    sizes = unit_sizes(config, sequence_length)
+    return sum(size.flops for size in sizes.values()) + config.mtp.depth * sizes["head"].flops
 
 
 def training_flops_per_token(config: ModelConfig, sequence_length: int) -> float:

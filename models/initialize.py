@@ -125,6 +125,6 @@ def initialize_(
 
 def unpadded_shape(config: ModelConfig, name: str, stored: Sequence[int]) -> list[int]:
     """The shape of ``name`` without vocabulary padding."""
-    if name in ("embedding.weight", "head.weight"):
+    if name.endswith("embedding.weight") or name == "head.weight":
         return [config.vocab_size, *stored[1:]]
     return list(stored)
