@@ -8,6 +8,8 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 import argparse
 import os
+import signal
+from typing import Any
 
 from launch._command import Parser, recipes_and_overrides, report
 
@@ -49,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return report(error)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        say_interrupted()
         return 130
 
 
@@ -92,5 +94,18 @@ def start(options: argparse.Namespace, argv: list[str] | None) -> int:
     return run(config, argv if argv is not None else sys.argv[1:])
 
 
+def leave(number: int, frame: Any) -> None:
+    """End here: before the training loop takes signals over there is nothing to save, and some
+    libraries drop an exception that is raised while they are imported."""
+    say_interrupted()
+    os._exit(130)
+
+
+def say_interrupted() -> None:
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, b"interrupted; the same command goes on from the last checkpoint\n")
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, leave)
     raise SystemExit(main())

@@ -132,6 +132,29 @@ def test_a_path_with_an_equals_sign_is_a_recipe(workspace: Workspace, capsys) ->
     assert "\nseed: 3\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("module", ["numpy", "torch.nn"])
+def test_ctrl_c_during_imports_is_one_line(workspace: Workspace, module: str) -> None:
+    """The interpreter reports each import, so that the signal comes in the middle of them. torch
+    catches whatever is raised while it imports numpy, and would go on without it."""
+    script = ROOT / "launch" / "pretrain.py"
+    command = [sys.executable, "-X", "importtime", str(script), str(workspace.recipe)]
+    output = workspace.root / "output"
+    with (
+        output.open("w") as stdout,
+        subprocess.Popen(command, stdout=stdout, stderr=subprocess.PIPE, text=True) as process,
+    ):
+        assert process.stderr is not None
+        for line in process.stderr:
+            if module in line:
+                process.send_signal(signal.SIGINT)
+                break
+        lines = [line for line in process.stderr if not line.startswith("import time:")]
+    assert lines == ["interrupted; the same command goes on from the last checkpoint\n"]
+    assert process.returncode == 130
+    assert output.read_text() == ""
+    assert not workspace.folder.exists()
+
+
 def test_a_signal_stops_torchrun_and_the_same_command_finishes(workspace: Workspace) -> None:
     """SIGTERM reaches both ranks: they agree on a step, save it, and end; one process goes on."""
     steps = 150
