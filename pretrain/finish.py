@@ -26,6 +26,8 @@ def finish(config: RunConfig, folder: RunFolder) -> None:
     if config.finish.export != "none":
         artefacts["Hugging Face"] = _export(config, folder, checkpoint)
     sample = _sample(config, folder, checkpoint, artefacts) if config.finish.sample_tokens else ""
+    if "tensorboard" in config.metrics.trackers:
+        artefacts["TensorBoard"] = folder.events
     ratio = bytes_per_token(config.data.validation) if config.data.validation else None
     references = _references(config) if ratio is not None else {}
     if config.finish.report:
@@ -36,8 +38,6 @@ def finish(config: RunConfig, folder: RunFolder) -> None:
             sample=sample,
             artefacts=artefacts,
         )
-    if "tensorboard" in config.metrics.trackers:
-        artefacts["TensorBoard"] = folder.events
     _say_what_was_learned(folder, references)
     places = "; ".join(f"{name} {_short(path)}" for name, path in artefacts.items())
     print(f"finished: {places}", flush=True)

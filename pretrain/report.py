@@ -272,7 +272,6 @@ def _figures(rows: Sequence[Mapping[str, Any]], references: Mapping[str, float])
 def _places(folder: RunFolder, artefacts: Mapping[str, Path | str]) -> str:
     places: dict[str, Path] = {
         "metrics": folder.metrics,
-        "TensorBoard events": folder.events,
         "checkpoints": folder.checkpoints,
         "logs": folder.logs,
         "loss curve": folder.loss_curve,

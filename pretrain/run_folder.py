@@ -69,7 +69,7 @@ class RunFolder:
 
     def create(self) -> None:
         """Make the folder and its directories. ValueError where a file is in the way."""
-        for folder in (self.path, self.events, self.logs, self.checkpoints):
+        for folder in (self.path, self.logs, self.checkpoints):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError):

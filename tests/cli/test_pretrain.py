@@ -82,6 +82,15 @@ def test_initial_weights_of_another_run(workspace: Workspace, capsys) -> None:
     assert "follows from checkpoint.init_from" in capsys.readouterr().out
 
 
+def test_only_the_trackers_that_are_named_leave_files(workspace: Workspace) -> None:
+    for trackers, found in (([], False), (["tensorboard"], True)):
+        name = f"with-{len(trackers)}"
+        workspace.train(f"name={name}", f"metrics.trackers={trackers}", "finish.report=true")
+        folder = workspace.folder.parent / name
+        assert (folder / "events").exists() is found
+        assert ("TensorBoard" in (folder / "report.html").read_text()) is found
+
+
 def test_weights_that_became_nan_are_not_exported(workspace: Workspace, capsys) -> None:
     """Only the first update is finite; repeating the run says the same."""
     command = ["health.nan=warn", "optimizer.lr=1e30", "training.clip_norm=null"]

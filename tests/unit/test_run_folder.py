@@ -144,7 +144,6 @@ def test_status_is_one_word_replaced_atomically(folder) -> None:
         folder.write_status("done")
     assert sorted(path.name for path in folder.path.iterdir()) == [
         "checkpoints",
-        "events",
         "logs",
         "status",
     ]
