@@ -160,6 +160,13 @@ class YaRN(_FixedTable):
                 found.append(("factor", f"must be at least 1, got {self.factor}"))
             if self.original_length < 1:
                 found.append(("original_length", f"must be positive, got {self.original_length}"))
+            if self.beta_slow <= 0:
+                found.append(("beta_slow", f"must be positive, got {self.beta_slow}"))
+            elif 1 <= self.original_length <= 2 * math.pi * self.beta_slow:
+                shortest = math.floor(2 * math.pi * self.beta_slow) + 1
+                text = f"{self.original_length} is too short for beta_slow={self.beta_slow}: "
+                text += f"no dimension turns that often; the shortest is {shortest}"
+                found.append(("original_length", text))
             if self.beta_fast <= self.beta_slow:
                 found.append(("beta_fast", f"must exceed beta_slow={self.beta_slow}"))
             return found

@@ -88,6 +88,15 @@ def test_yarn_is_hugging_faces(dim: int, config: YaRN.Config) -> None:
             torch.float32, torch.device("cpu")))  # fmt: skip
 
 
+def test_the_shortest_yarn_divides_what_turns_too_rarely() -> None:
+    """One step shorter, the first pair turns less than once and should be divided as well."""
+    device = torch.device("cpu")
+    found = YaRN(YaRN.Config(factor=4.0, original_length=7), 16).frequencies(torch.float64, device)
+    plain = RoPE(RoPE.Config(), 16).frequencies(torch.float64, device)
+    assert torch.equal(7 * plain / (2 * torch.pi) < 1, torch.arange(8) > 0)
+    torch.testing.assert_close(found[1:], plain[1:] / 4, rtol=1e-15, atol=0)
+
+
 def test_yarn_scales_and_interpolates_the_extremes() -> None:
     config = YaRN.Config(factor=4.0, original_length=2048)
     device = torch.device("cpu")
@@ -198,6 +207,10 @@ def test_layers_share_a_table_only_when_it_is_the_same() -> None:
         (PartialRoPE.Config(fraction=1.5), ["fraction"]),
         (YaRN.Config(base=1.0, factor=0.5, original_length=0, beta_fast=1.0),
          ["base", "factor", "original_length", "beta_fast"]),
+        (YaRN.Config(original_length=6), ["original_length"]),
+        (YaRN.Config(original_length=7), []),
+        (YaRN.Config(original_length=12, beta_slow=2.0), ["original_length"]),
+        (YaRN.Config(beta_slow=0.0), ["beta_slow"]),
     ],
 )  # fmt: skip
 def test_problems(config: Any, paths: list[str]) -> None:
