@@ -180,3 +180,15 @@ def check_vocabulary(config: RunConfig, sources: Sequence[SourceConfig] | None =
         raise ValueError(
             "the sources were made with different tokenizers: " + " and ".join(seen.values())
         )
+
+
+def vocabulary_note(config: RunConfig) -> str:
+    """For people: that the model knows ids which the data never hold; empty if it does not."""
+    tokenizer = manifests(config.data.train[:1])[0].tokenizer
+    unused = config.model.vocab_size - tokenizer["vocab_size"]
+    if unused <= 0:
+        return ""
+    return (
+        f"note: {unused:,} of the {config.model.vocab_size:,} ids of model.vocab_size can never "
+        f"occur: tokenizer {tokenizer['name']} has {tokenizer['vocab_size']:,}"
+    )

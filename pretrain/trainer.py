@@ -18,7 +18,14 @@ from parallel.gradients import clip_gradients, gradient_norm
 from parallel.mesh import build_mesh
 
 from .config import RunConfig
-from .data import Batches, Prefetcher, build_blend, check_vocabulary, data_fingerprint
+from .data import (
+    Batches,
+    Prefetcher,
+    build_blend,
+    check_vocabulary,
+    data_fingerprint,
+    vocabulary_note,
+)
 from .engine import build_engine
 from .evaluate import Evaluator
 from .health import Decision, HealthLog, HealthMonitor
@@ -144,6 +151,8 @@ class Trainer:
         """Train to the end, or to the next step boundary after a signal."""
         self.logger = self._logger()
         self.logger.announce(self.resume_note)
+        if note := vocabulary_note(self.config):
+            self.logger.announce(note)
         self.health_log = HealthLog(self.folder) if self.rank == 0 else None
         self.meter = self._throughput()
         batch = self.config.training.batch

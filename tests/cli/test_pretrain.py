@@ -91,6 +91,15 @@ def test_only_the_trackers_that_are_named_leave_files(workspace: Workspace) -> N
         assert ("TensorBoard" in (folder / "report.html").read_text()) is found
 
 
+def test_ids_that_never_occur_are_noted_once(workspace: Workspace, capsys) -> None:
+    workspace.train("model.vocab_size=1300", "training.steps=2")
+    notes = [line for line in capsys.readouterr().out.splitlines() if "note:" in line]
+    text = "note: 1,043 of the 1,300 ids of model.vocab_size can never occur: tokenizer bpe-257"
+    assert notes == [f"{text} has 257"]
+    workspace.train("name=other", "training.steps=2")
+    assert "note:" not in capsys.readouterr().out
+
+
 def test_weights_that_became_nan_are_not_exported(workspace: Workspace, capsys) -> None:
     """Only the first update is finite; repeating the run says the same."""
     command = ["health.nan=warn", "optimizer.lr=1e30", "training.clip_norm=null"]
