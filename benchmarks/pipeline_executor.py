@@ -46,8 +46,8 @@ from parallel.pipeline.links import create_links
 from parallel.pipeline.schedules import make_schedule
 from parallel.pipeline.simulate import simulate
 from parallel.pipeline.units import Placement
-from parallel.stage import MicroBatch, Stage
-from pretrain.engine import plan_placement, unit_name
+from parallel.stage import MicroBatch, ShardedWeights, Stage, unit_name
+from pretrain.engine import plan_placement
 
 RANKS = 2
 VIRTUAL = {"1f1b": 1, "interleaved": 2}
@@ -130,7 +130,10 @@ class Both:
         self.batches = [
             MicroBatch(ids, {"labels": labels}) for ids, labels in zip(self.ids, self.labels)
         ]
-        self.stages = {n: Stage(model, torch.float32) for n, model in self.models.items()}
+        self.stages = {
+            n: Stage(ShardedWeights(model, reshard=True), torch.float32, self.placement, n)
+            for n, model in self.models.items()
+        }
         self.executor = Executor(self.schedule, self.stages, links)
         self.recorder = Executor(self.schedule, self.stages, links, record=True)
 

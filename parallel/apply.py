@@ -9,7 +9,7 @@ outside fully_shard would gather weights twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -29,7 +29,8 @@ from models.collectives import bind
 from models.config import ModelConfig
 from models.initialize import initialize_, unpadded_shape
 from models.linear import accumulation_dtype
-from models.transformer import Transformer, logical_name, unit_names
+from models.mtp import MTPBlock
+from models.transformer import Transformer, logical_name, module_name
 
 from .collectives import mesh_axes
 from .mesh import Mesh, ParallelConfig
@@ -59,23 +60,22 @@ class BuildOptions:
 
 @dataclass
 class ParallelModel:
-    """This rank's stages and what is known about their parameters.
+    """This rank's units and what is known about their parameters.
 
-    stages: one Transformer per virtual stage, in pipeline order.  plans: by logical name.
+    part: the units of all virtual stages of this rank.  plans: by logical name.
     hosts: pipeline ranks that hold each logical parameter, only for those with several.
     """
 
     config: ModelConfig
     mesh: Mesh
-    stages: list[Transformer]
+    part: Transformer
     plans: dict[str, ParameterPlan] = field(default_factory=dict)
     hosts: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(logical name, stored parameter) of this rank, each once."""
-        for stage in self.stages:
-            for name, parameter in stage.named_parameters():
-                yield logical_name(name, self.config), parameter
+        for name, parameter in self.part.named_parameters():
+            yield logical_name(name, self.config), parameter
 
 
 @torch.no_grad()
@@ -89,35 +89,39 @@ def build_parallel_model(
     parallel: ParallelConfig,
     mesh: Mesh,
     options: BuildOptions,
-    stage_units: Sequence[Sequence[str]] | None = None,
+    units: Collection[str] | None = None,
     hosts: dict[str, tuple[int, ...]] | None = None,
 ) -> ParallelModel:
     """Build, shard and initialise; binds the collectives seam to this mesh.
 
-    ``stage_units``: unit names of each stage of this rank (default: one stage with everything).
+    ``units``: names of this rank's units (default: all of them).
     """
     bind(mesh_axes(mesh, parallel.sp))
-    units = stage_units if stage_units is not None else [unit_names(config)]
     with torch.device("meta"):
-        stages = [Transformer(config, part, options.attention_backend) for part in units]
-    model = ParallelModel(config, mesh, stages, hosts=hosts or {})
-    for stage in stages:
-        stage.to(options.dtype)
-        plans = parameter_plans(stage, parallel.sp)
-        model.plans.update({logical_name(name, config): plan for name, plan in plans.items()})
-        apply_tensor_parallel(stage, plans, mesh)
-        if mesh.size("tp") > 1 or options.compute_dtype is not None:
-            compute_on_local(stage, options.compute_dtype)
-        for block in stage.blocks.values():
-            apply_recompute(block, parallel.recompute)
-            if options.compile:
-                block.compile()
-        if mesh.size("fsdp") > 1:
-            apply_fully_shard(stage, parallel, mesh, options)
-        stage.to_empty(device=mesh.device)
+        part = Transformer(config, units, options.attention_backend)
+    part.to(options.dtype)
+    plans = parameter_plans(part, parallel.sp)
+    model = ParallelModel(config, mesh, part, hosts=hosts or {})
+    model.plans.update({logical_name(name, config): plan for name, plan in plans.items()})
+    apply_tensor_parallel(part, plans, mesh)
+    if mesh.size("tp") > 1 or options.compute_dtype is not None:
+        compute_on_local(part, options.compute_dtype)
+    for block in blocks(part):
+        apply_recompute(block, parallel.recompute)
+        if options.compile:
+            block.compile()
+    if mesh.size("fsdp") > 1:
+        apply_fully_shard(part, parallel, mesh, options)
+    part.to_empty(device=mesh.device)
     if options.initialize:
         initialize_parameters(model, options.seed)
     return model
+
+
+def blocks(part: Transformer) -> list[nn.Module]:
+    """Every block, those of multi-token prediction included."""
+    mtp = [m.block if isinstance(m, MTPBlock) else m for m in part.mtp.values()]
+    return [*part.blocks.values(), *mtp]
 
 
 _SAVED_OPERATORS = {
@@ -156,40 +160,64 @@ def apply_recompute(block: nn.Module, mode: Recompute) -> None:
     specialise(block, ("recompute", mode), {"forward": forward})
 
 
-def apply_fully_shard(
-    stage: Transformer, parallel: ParallelConfig, mesh: Mesh, options: BuildOptions
-) -> None:
-    """Each unit becomes a root of its own; no root contains another.
+@dataclass(frozen=True)
+class _Root:
+    """What is fully sharded on its own.  narrow: gathered in the compute dtype, as linear maps and
+    blocks are; vocabulary matrices are gathered as stored."""
 
-    The final norm is too small to be worth a collective and a tied embedding serves two units:
-    both stay replicated and are reduced explicitly.
-    """
+    module: nn.Module
+    narrow: bool = True
+
+
+def _roots(part: Transformer) -> dict[str, list[_Root]]:
+    """By module name.  The norms are too small to be worth a collective and a tied embedding serves
+    two units: both stay replicated and are reduced explicitly."""
+    roots = {f"blocks.{layer}": [_Root(block)] for layer, block in part.blocks.items()}
+    for depth, mtp in part.mtp.items():
+        if isinstance(mtp, MTPBlock):
+            own = [] if mtp.embedding is None else [_Root(mtp.embedding, False)]
+            roots[f"mtp.{depth}"] = [*own, _Root(mtp.projection), _Root(mtp.block)]
+        else:
+            roots[f"mtp.{depth}"] = [_Root(mtp)]
+    if not part.config.tie_embeddings:
+        for name, module in (("embedding", part.embedding), ("head", part.head)):
+            roots[name] = [] if module is None else [_Root(module, False)]
+    return roots
+
+
+def apply_fully_shard(
+    part: Transformer, parallel: ParallelConfig, mesh: Mesh, options: BuildOptions
+) -> None:
+    """Each unit becomes a root of its own; no root contains another."""
     shard_mesh = mesh.sub("dp", "fsdp") if mesh.size("dp") > 1 else mesh.sub("fsdp")
     wide = accumulation_dtype(options.dtype)
     narrow = MixedPrecisionPolicy(options.compute_dtype, wide, cast_forward_inputs=False)
     stored = MixedPrecisionPolicy(None, wide, cast_forward_inputs=False)
-    units: list[tuple[nn.Module, MixedPrecisionPolicy]] = [
-        (block, narrow) for block in stage.blocks.values()
-    ]
-    if not stage.config.tie_embeddings:
-        units += [(unit, stored) for unit in (stage.embedding, stage.head) if unit is not None]
-    for unit, policy in units:
+    for root in (root for roots in _roots(part).values() for root in roots):
         fully_shard(
-            unit,
+            root.module,
             mesh=shard_mesh,
             reshard_after_forward=parallel.reshard_after_forward,
-            mp_policy=policy,
+            mp_policy=narrow if root.narrow else stored,
         )
-        assert isinstance(unit, FSDPModule)
+        assert isinstance(root.module, FSDPModule)
         # Gradients are sums; the one division is by global counts, inside the loss.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+        root.module.set_gradient_divide_factor(1.0)
+        root.module.set_force_sum_reduction_for_comms(True)
 
 
-def sharded_units(stage: Transformer) -> list[FSDPModule]:
-    """The fully sharded roots of a stage, in execution order."""
-    units: list[Any] = [stage.embedding, *stage.blocks.values(), stage.head]
-    return [unit for unit in units if isinstance(unit, FSDPModule)]
+def sharded_units(part: Transformer, units: Iterable[str]) -> list[FSDPModule]:
+    """The fully sharded roots that these units use, each once."""
+    roots, mtp = _roots(part), part.config.mtp
+    embeds = mtp.kind != "parallel" and mtp.embedding == "shared"
+    found = []
+    for unit in units:
+        name = module_name(part.config, unit)
+        found += roots.get(name, [])
+        if embeds and name.startswith("mtp."):
+            found += roots.get("embedding", [])
+    modules = dict.fromkeys(root.module for root in found)
+    return [module for module in modules if isinstance(module, FSDPModule)]
 
 
 def shard_offsets(model: ParallelModel, name: str, parameter: Tensor) -> list[int]:

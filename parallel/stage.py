@@ -1,7 +1,8 @@
 """One pipeline stage: a part of the model and its micro-batches, run forward and backward.
 
-The executor drives stages through ``forward`` and ``backward``; a model without pipeline
-parallelism is one stage that owns every unit.
+The executor drives stages through ``forward``, ``backward`` and ``head``; a model without pipeline
+parallelism is one stage that owns every unit.  Several stages of a rank share one ``Transformer``,
+so a weight that two of them use is stored, reduced and updated once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from models.attention import MaskKind, SequenceContext
 from models.collectives import axis
@@ -19,6 +21,17 @@ from models.losses import Term
 from models.transformer import Transformer
 
 from .apply import sharded_units
+from .pipeline.units import HEAD, Placement, Unit
+from .ports import Port, Wiring, deliver, select_rows, stage_wiring
+
+_NAMES = {"E": "embedding", "t": "blocks.{}", "n": "final_norm", "m": "mtp.{}", "h": "head"}
+
+
+def unit_name(unit: Unit) -> str:
+    """The model's name of a pipeline unit."""
+    if unit.kind == "n" and unit.index:
+        return f"mtp_norms.{unit.index}"
+    return _NAMES[unit.kind].format(unit.index)
 
 
 @dataclass
@@ -38,21 +51,77 @@ class MicroBatch:
         return SequenceContext(positions, self.mask, self.documents)
 
 
-class Stage:
-    """Runs ``model`` (some units of the whole) on the micro-batches of one optimizer step.
+class ShardedWeights:
+    """The fully sharded roots of one rank, as its stages use them.
 
-    ``compute_dtype`` is the dtype of matrix products, and of the residual stream between stages
-    unless the model asks for a wider one.
+    A root is reduced for the last time, and its gathered weights are freed, when every stage that
+    uses it has run its last backward pass.
+    """
+
+    def __init__(self, model: Transformer, reshard: bool) -> None:
+        self.model, self.reshard_each_time = model, reshard
+        self._left: dict[FSDPModule, dict[int, int]] = {}
+        self._holders: dict[FSDPModule, set[int]] = {}
+
+    def expect(self, roots: Sequence[FSDPModule], stage: int, backwards: int) -> None:
+        """``stage`` will run ``backwards`` backward passes through these roots."""
+        for root in roots:
+            self._left.setdefault(root, {})[stage] = backwards
+
+    def before_backward(self, roots: Sequence[FSDPModule], stage: int) -> None:
+        """Where weights are gathered anew each time, reduce each micro-batch's gradients, so that
+        no rank holds them whole; otherwise accumulate them and reduce in the last backward pass."""
+        for root in roots:
+            self._left[root][stage] -= 1
+            last = not any(self._left[root].values())
+            now = last or self.reshard_each_time
+            root.set_requires_gradient_sync(now)
+            root.set_is_last_backward(last)
+            root.set_reshard_after_backward(now)
+
+    def unshard(self, roots: Sequence[FSDPModule], stage: int) -> None:
+        for root in roots:
+            holders = self._holders.setdefault(root, set())
+            if not holders:
+                root.unshard()
+            holders.add(stage)
+
+    def reshard(self, roots: Sequence[FSDPModule], stage: int) -> None:
+        for root in roots:
+            holders = self._holders.setdefault(root, set())
+            holders.discard(stage)
+            if not holders:
+                root.reshard()
+
+
+@dataclass
+class _Saved:
+    """What a micro-batch keeps between forward and backward: leaves, losses, outputs."""
+
+    inputs: list[Tensor]
+    totals: list[Tensor]
+    outputs: list[Tensor]
+
+
+class Stage:
+    """Runs stage ``number`` of ``placement`` on the micro-batches of one optimizer step.
+
+    ``weights`` holds the rank's ``Transformer``.  ``compute_dtype`` is the dtype of matrix
+    products, and of the residual stream between stages unless the model asks for a wider one.
     """
 
     def __init__(
-        self, model: Transformer, compute_dtype: torch.dtype, reshard: bool = True
+        self,
+        weights: ShardedWeights,
+        compute_dtype: torch.dtype,
+        placement: Placement,
+        number: int,
     ) -> None:
-        self.model = model
-        wide = model.config.residual_dtype == "float32"
+        self.weights, self.model, self.number = weights, weights.model, number
+        wide = self.model.config.residual_dtype == "float32"
         self.dtype = accumulation_dtype(compute_dtype) if wide else compute_dtype
-        self.units = sharded_units(model)
-        self.reshard_each_time = reshard
+        self.wiring: Wiring = stage_wiring(placement, number)
+        self.roots = sharded_units(self.model, map(unit_name, placement.stages[number]))
         self.begin([], [])
 
     def begin(self, micro_batches: Sequence[MicroBatch], terms: Sequence[Term]) -> None:
@@ -61,63 +130,119 @@ class Stage:
         self.terms = list(terms)
         self.sums: dict[str, Tensor] = {}
         self.total: Tensor | None = None
-        self._saved: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._saved: dict[int, _Saved] = {}
         self._backwards = 0
+        self.weights.expect(self.roots, self.number, len(self.micro_batches))
 
-    def input_shape(self, index: int) -> tuple[int, int, int]:
-        """[B, S, D] of what crosses stages; S is this rank's share under sequence parallelism."""
+    def input_shape(self, index: int) -> tuple[int, ...] | list[tuple[int, ...]]:
+        """[B, S, D] of each tensor that crosses stages; S is this rank's share under sequence
+        parallelism, and less where only some rows are sent."""
+        return self._shapes(index, [edge.chunks for edge in self.wiring.inputs])
+
+    def output_shape(self, index: int) -> tuple[int, ...] | list[tuple[int, ...]]:
+        return self._shapes(index, [edge.chunks for edge in self.wiring.outputs])
+
+    def _shapes(
+        self, index: int, chunks: Sequence[tuple[int, ...]]
+    ) -> tuple[int, ...] | list[tuple[int, ...]]:
         batch, length = self.micro_batches[index].ids.shape
-        return (batch, length // axis("sp").size, self.model.config.hidden)
+        length //= axis("sp").size
+        of = self.wiring.head_chunks
+        shapes: list[tuple[int, ...]] = [
+            (batch, length * len(rows) // of if rows else length, self.model.config.hidden)
+            for rows in chunks
+        ]
+        return shapes[0] if len(shapes) == 1 else shapes
 
-    output_shape = input_shape
+    def forward(
+        self, index: int, x: Tensor | Sequence[Tensor] | None
+    ) -> Tensor | tuple[Tensor, ...] | None:
+        """Micro-batch ``index`` through this stage: one hidden [B, S, D] per outgoing edge, None
+        without one.  ``x``: the same for incoming edges."""
+        batch, grad = self.micro_batches[index], torch.is_grad_enabled()
+        context = batch.context()
+        inputs = [tensor.detach().requires_grad_(grad) for tensor in _many(x)]
+        ready: dict[Port, Tensor] = {}
+        of = self.wiring.head_chunks
+        for edge, ports, tensor in zip(
+            self.wiring.inputs, self.wiring.sources, inputs, strict=True
+        ):
+            if edge.chunks:  # just the rows that the one head here reads
+                ready[ports[0]] = tensor
+            else:
+                deliver(tensor, ports, of, ready)
+        totals = []
+        for unit, port, ports in self.wiring.steps:
+            hidden = None if port is None else ready.pop(port)
+            if unit.kind == HEAD:
+                assert hidden is not None and port is not None
+                totals.append(self._loss(unit.index, hidden, port, batch))
+            else:
+                out = self.model.run_unit(unit_name(unit), hidden, batch.ids, context)
+                deliver(out, ports, of, ready)
+        outputs = [ready.pop(port) for port in self.wiring.leaving]
+        if grad:
+            self._saved[index] = _Saved(inputs, totals, outputs)
+        return _few([out.detach() for out in outputs])
 
-    def forward(self, index: int, x: Tensor | None) -> Tensor | None:
-        """Micro-batch ``index`` through this stage: hidden [B, S, D] for the next stage, or None
-        where the loss was computed.  ``x`` is None on the stage that embeds."""
-        batch = self.micro_batches[index]
-        inputs = None
-        if self.model.embedding is None:
-            assert x is not None
-            inputs = x.detach().requires_grad_(torch.is_grad_enabled())
-        out = self.model(batch.ids if inputs is None else inputs, batch.context())
-        if self.model.head is not None:
-            out, sums = self.model.head(out, batch.fields, self.terms)
-            self._add(out.detach(), sums)
-        if torch.is_grad_enabled():
-            self._saved[index] = (inputs, out)
-        return None if self.model.head is not None else out.detach()
+    def _loss(self, depth: int, hidden: Tensor, port: Port, batch: MicroBatch) -> Tensor:
+        """Loss of the head of one depth on the rows that this stage has."""
+        head = self.model.head
+        assert head is not None
+        fields = batch.fields
+        if port.chunks:
+            of, ranks = self.wiring.head_chunks, axis("sp").size
+            fields = {n: select_rows(f, port.chunks, of, ranks) for n, f in fields.items()}
+        terms = [term for term in self.terms if term.depth == depth]
+        if not terms and not torch.is_grad_enabled():  # a depth that is not evaluated
+            return hidden.new_zeros(())
+        total, sums = head(hidden, fields, terms)
+        self._add(total.detach(), sums)
+        return total
 
-    def backward(self, index: int, grad_output: Tensor | None) -> Tensor | None:
-        """Gradient of the loss w.r.t. this stage's input (None where ids were the input)."""
-        inputs, out = self._saved.pop(index)
+    def backward(
+        self, index: int, grad_output: Tensor | Sequence[Tensor] | None
+    ) -> Tensor | tuple[Tensor, ...] | None:
+        """Gradients of the loss w.r.t. this stage's inputs (None where ids were the input)."""
+        saved = self._saved.pop(index)
         self._backwards += 1
-        self._synchronise(self._backwards == len(self.micro_batches))
-        torch.autograd.backward(out, grad_output)
-        return None if inputs is None else inputs.grad
+        self.weights.before_backward(self.roots, self.number)
+        given = [None] * len(saved.totals) + list(_many(grad_output))
+        torch.autograd.backward(saved.totals + saved.outputs, given)
+        return _few([_gradient(tensor) for tensor in saved.inputs])
+
+    def head(
+        self, index: int, x: Tensor | Sequence[Tensor] | None
+    ) -> Tensor | tuple[Tensor, ...] | None:
+        """Forward and backward of a stage that holds heads alone."""
+        self.forward(index, x)
+        return self.backward(index, None)
 
     def _add(self, total: Tensor, sums: Mapping[str, Tensor]) -> None:
         self.total = total if self.total is None else self.total + total
         for name, value in sums.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
-    def _synchronise(self, last: bool) -> None:
-        """Where weights are gathered anew each time, reduce each micro-batch's gradients, so that
-        no rank holds them whole; otherwise accumulate them and reduce in the last backward pass."""
-        now = last or self.reshard_each_time
-        for unit in self.units:
-            unit.set_requires_gradient_sync(now)
-            unit.set_is_last_backward(last)
-            unit.set_reshard_after_backward(now)
-
     def unshard(self) -> None:
         """Gather the sharded weights now instead of at first use."""
-        for unit in self.units:
-            unit.unshard()
+        self.weights.unshard(self.roots, self.number)
 
     def reshard(self) -> None:
-        for unit in self.units:
-            unit.reshard()
+        self.weights.reshard(self.roots, self.number)
 
     def reduce_gradients(self) -> None:
         """Sharded gradients were reduced by the last backward pass; assert that it has run."""
         assert self._backwards == len(self.micro_batches), "a backward pass is missing"
+
+
+def _many(x: Tensor | Sequence[Tensor] | None) -> Sequence[Tensor]:
+    return () if x is None else (x,) if isinstance(x, Tensor) else x
+
+
+def _few(tensors: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...] | None:
+    return tensors[0] if len(tensors) == 1 else tuple(tensors) or None
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from models.config import ModelConfig
 from models.flops import unit_sizes
 from models.losses import Term
+from models.transformer import Transformer, logical_name
 from parallel.apply import BuildOptions, ParallelModel, build_parallel_model
 from parallel.gradients import reduce_gradients, zero_gradients
 from parallel.mesh import Mesh, ParallelConfig
@@ -22,17 +23,10 @@ from parallel.pipeline.executor import Executor
 from parallel.pipeline.links import Links, create_links
 from parallel.pipeline.planner import PlanRequest, make_placement
 from parallel.pipeline.schedules import make_schedule
-from parallel.pipeline.units import Placement, Unit, model_units
-from parallel.stage import MicroBatch, Stage
+from parallel.pipeline.units import BLOCK, Placement, Unit, model_units
+from parallel.stage import MicroBatch, ShardedWeights, Stage, unit_name
 
 from .objectives.base import Objective
-
-
-def unit_name(unit: Unit) -> str:
-    """The module name of a pipeline unit."""
-    return {"E": "embedding", "t": f"blocks.{unit.index}", "n": "final_norm", "h": "head"}[
-        unit.kind
-    ]
 
 
 def cost_table(config: ModelConfig, sequence_length: int, element_bytes: int = 4) -> CostTable:
@@ -48,9 +42,14 @@ def cost_table(config: ModelConfig, sequence_length: int, element_bytes: int = 4
                 parameter_bytes=sizes[unit_name(unit)].parameters * element_bytes,
                 output_bytes=hidden,
             )
-            for unit in model_units(config.layers)
+            for unit in placed_units(config)
         }
     )
+
+
+def placed_units(config: ModelConfig, head_chunks: int = 1) -> list[Unit]:
+    """Every unit of a model, in data-flow order."""
+    return model_units(config.layers, config.mtp.depth, head_chunks)
 
 
 def plan_placement(
@@ -59,7 +58,8 @@ def plan_placement(
     """Which unit runs where; ``ValueError`` when the planner cannot place this model."""
     pipeline = parallel.pipeline
     request = PlanRequest(
-        units=tuple(model_units(config.layers)),
+        units=tuple(placed_units(config)),
+        mtp_input=config.mtp.wiring,
         num_ranks=parallel.pp,
         stages_per_rank=pipeline.virtual_stages,
         costs=cost_table(config, sequence_length),
@@ -69,16 +69,21 @@ def plan_placement(
 
 
 def shared_hosts(config: ModelConfig, placement: Placement) -> dict[str, tuple[int, ...]]:
-    """Pipeline ranks that hold the tied embedding, when there are two of them."""
-    if not config.tie_embeddings:
-        return {}
-    hosts = {
-        placement.ranks[stage]
-        for stage, units in enumerate(placement.stages)
-        for unit in units
-        if unit.kind in "Eh"
-    }
-    return {"embedding.weight": tuple(sorted(hosts))} if len(hosts) > 1 else {}
+    """Pipeline ranks that hold each parameter, for those with several: vocabulary matrices that
+    heads and multi-token-prediction blocks share, and a block that is repeated."""
+    hosts: dict[str, list[int]] = {}
+    for rank in range(placement.num_ranks):
+        units = {
+            unit_name(unit)
+            for stage in placement.stages_of(rank)
+            for unit in placement.stages[stage]
+            if unit.kind != BLOCK
+        }
+        with torch.device("meta"):
+            part = Transformer(config, units)
+        for name in {logical_name(name, config) for name, _ in part.named_parameters()}:
+            hosts.setdefault(name, []).append(rank)
+    return {name: tuple(ranks) for name, ranks in sorted(hosts.items()) if len(ranks) > 1}
 
 
 @dataclass
@@ -103,10 +108,10 @@ class Engine:
         self.model = model
         self.parallel = parallel
         self.placement = placement
-        numbers = placement.stages_of(model.mesh.rank("pp"))
+        weights = ShardedWeights(model.part, parallel.reshard_after_forward)
         self.stages = {
-            number: Stage(stage, compute_dtype, parallel.reshard_after_forward)
-            for number, stage in zip(numbers, model.stages, strict=True)
+            number: Stage(weights, compute_dtype, placement, number)
+            for number in placement.stages_of(model.mesh.rank("pp"))
         }
         self._links = self._make_links()
         self._executors: dict[int, Executor] = {}
@@ -196,10 +201,11 @@ def build_engine(
 ) -> Engine:
     """Plan, build, shard and initialise this rank's part of the model."""
     placement = plan_placement(config, parallel, sequence_length)
-    units = [
-        [unit_name(unit) for unit in placement.stages[stage]]
+    units = {
+        unit_name(unit)
         for stage in placement.stages_of(mesh.rank("pp"))
-    ]
+        for unit in placement.stages[stage]
+    }
     hosts = shared_hosts(config, placement)
     model = build_parallel_model(config, parallel, mesh, options, units, hosts)
     return Engine(model, parallel, placement, options.compute_dtype or options.dtype)

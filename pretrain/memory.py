@@ -19,11 +19,12 @@ from models.transformer import Transformer, logical_name
 from parallel.gradients import _BUCKET_BYTES
 from parallel.pipeline.actions import Action, B, F, Schedule
 from parallel.pipeline.units import Placement
+from parallel.stage import unit_name
 from parallel.tensor import parameter_plans
 
 from .activations import StageMeter, local_shape
 from .config import RunConfig
-from .engine import shared_hosts, unit_name
+from .engine import shared_hosts
 
 STEP_BYTES = 4  # AdamW counts steps in one float32 per parameter
 PREFETCH = 2  # receives that the executor posts ahead on every link

@@ -75,9 +75,9 @@ def ragged_labels(case: Case, labels: Tensor, step: int) -> Tensor:
 def micro_batches(case: Case, engine: Engine, step: int = 0) -> list[Any]:
     """This data rank's share of the global batch, cut into micro-batches."""
     tokens, documents = global_batch(case, step)
-    objective = build_objective(case.objective)
+    objective = build_objective(case.objective, case.model)
     whole = objective.micro_batch(tokens, documents, range(case.sequences))
-    labels = ragged_labels(case, whole.fields["labels"], step)
+    fields = {name: ragged_labels(case, labels, step) for name, labels in whole.fields.items()}
     mesh = engine.model.mesh
     share = case.sequences // mesh.data_size
     size = share // case.micro_batches
@@ -87,8 +87,9 @@ def micro_batches(case: Case, engine: Engine, step: int = 0) -> list[Any]:
         begin = mesh.data_rank * share + index * size
         span = slice(begin, begin + size)
         seen = None if whole.documents is None else whole.documents[span]
+        share_of_fields = {name: labels[span] for name, labels in fields.items()}
         result.append(
-            replace(whole, ids=whole.ids[span], fields={"labels": labels[span]}, documents=seen)
+            replace(whole, ids=whole.ids[span], fields=share_of_fields, documents=seen)
         )
     return result
 
@@ -111,7 +112,7 @@ def build(case: Case) -> Engine:
 def one_step(case: Case) -> dict[str, Any]:
     """Loss, norm and whole gradients of one step on this rank (gradients of its own stages)."""
     engine = build(case)
-    objective = build_objective(case.objective)
+    objective = build_objective(case.objective, case.model)
     result = engine.forward_backward(micro_batches(case, engine), objective)
     norm = gradient_norm(engine.model)
     return {

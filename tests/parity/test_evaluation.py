@@ -51,7 +51,7 @@ def _plain(rank: int, world: int, root: Path) -> float:
     config = config_of(root, {})
     mesh = build_mesh(config.parallel, torch.device("cpu"))
     options = BuildOptions(dtype=torch.float64, seed=3)
-    model = build_engine(config.model, config.parallel, mesh, options, 32).model.stages[0]
+    model = build_engine(config.model, config.parallel, mesh, options, 32).model.part
     blend, count = validation_blend(config)
     assert count == SEQUENCES
     losses = []

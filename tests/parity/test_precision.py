@@ -61,8 +61,7 @@ def _dtypes(rank: int, world: int, case: Case) -> dict[str, Any]:
     """Dtypes that a step meets: linear weights in forward, block outputs, stored gradients."""
     engine = build(case)
     seen: dict[str, Any] = {}
-    stage = engine.model.stages[0]
-    block = stage.blocks["0"]
+    block = engine.model.part.blocks["0"]
     projection = block.attention.q_proj
     projection.register_forward_hook(lambda m, i, o: seen.update(product=o.dtype))
     block.register_forward_hook(lambda m, i, o: seen.update(residual=o.dtype))

@@ -150,20 +150,19 @@ def real_engine(config: RunConfig) -> Engine:
 def fully_sharded_bytes(engine: Engine) -> tuple[int, int]:
     """(whole weights, whole gradients) that fully_shard holds right now."""
     weights = gradients = 0
-    for stage in engine.model.stages:
-        for module in stage.modules():
-            if not isinstance(module, FSDPModule):
-                continue
-            group = module._get_fsdp_state()._fsdp_param_group
-            assert group is not None
-            for p in group.fsdp_params:
-                weights += sum(t.untyped_storage().nbytes() for t in p.all_gather_outputs)
-                whole = p.unsharded_accumulated_grad
-                if whole is None and hasattr(p, "_unsharded_param"):
-                    whole = p.unsharded_param.grad
-                if whole is not None:
-                    whole = whole.to_local() if isinstance(whole, DTensor) else whole
-                    gradients += whole.untyped_storage().nbytes()
+    for module in engine.model.part.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        group = module._get_fsdp_state()._fsdp_param_group
+        assert group is not None
+        for p in group.fsdp_params:
+            weights += sum(t.untyped_storage().nbytes() for t in p.all_gather_outputs)
+            whole = p.unsharded_accumulated_grad
+            if whole is None and hasattr(p, "_unsharded_param"):
+                whole = p.unsharded_param.grad
+            if whole is not None:
+                whole = whole.to_local() if isinstance(whole, DTensor) else whole
+                gradients += whole.untyped_storage().nbytes()
     return weights, gradients
 
 
