@@ -54,7 +54,7 @@ def check_schedule(
         _check_parameters(schedule, rank)
     _check_transfers(schedule)
     caps = [max_in_flight] * ranks if isinstance(max_in_flight, int) else max_in_flight
-    peaks = tuple(_peak_in_flight(actions) for actions in schedule.actions)
+    peaks = tuple(peak_in_flight(actions) for actions in schedule.actions)
     for rank, peak in enumerate(peaks):
         if caps is not None and peak > caps[rank]:
             raise ScheduleError(
@@ -227,7 +227,8 @@ def _meet(rank: int, action: Action, other: Action) -> bool:
     )
 
 
-def _peak_in_flight(actions: Sequence[Action]) -> int:
+def peak_in_flight(actions: Sequence[Action]) -> int:
+    """The most (stage, micro-batch) pairs between forward and backward, by order alone."""
     last = {(a.stage, a.microbatch): i for i, a in enumerate(actions) if a.kind in (B, W)}
     now = peak = 0
     for i, action in enumerate(actions):

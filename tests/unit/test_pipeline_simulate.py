@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from parallel.pipeline.actions import HW, Action, B, F, H, I, Kind, Orders, W
+from parallel.pipeline.actions import HW, Action, B, F, H, I, Orders, W
 from parallel.pipeline.cost import CostTable, UnitCost, ideal_makespan
 from parallel.pipeline.layout import read_layout
 from parallel.pipeline.lowering import ScheduleError, lower
@@ -93,11 +93,42 @@ def test_latency_and_bandwidth() -> None:
 def test_memory_peaks() -> None:
     placement = uniform(2, 1, layers_per_stage=2)
     result = simulate(make_schedule("1f1b", placement, 4), block_costs(1, 2))
-    assert result.peak_bytes == (2000 + 2 * 200, 2000 + 200)
+    # Parameters, activations of the micro-batches in flight, and a received tensor of 10 bytes.
+    assert result.peak_bytes == (2000 + 2 * 200 + 10, 2000 + 200 + 10)
     result = simulate(make_schedule("gpipe", placement, 4), block_costs(1, 2))
-    assert result.peak_bytes == (2000 + 4 * 200, 2000 + 4 * 200)
+    assert result.peak_bytes == (2000 + 4 * 200 + 10, 2000 + 4 * 200 + 10)
     forward = forward_schedule(make_schedule("gpipe", placement, 4))
-    assert simulate(forward, block_costs(1, 2)).peak_bytes == (2200, 2200)
+    assert simulate(forward, block_costs(1, 2)).peak_bytes == (2200, 2210)
+
+
+def test_memory_of_a_rank_that_hosts_head_chunks() -> None:
+    """Rank 0 hosts both chunks of depth 0 and one of two of depth 1, in stages of their own."""
+    units = model_units(2, 1, 2)
+    trunk = (tuple(units[:2]), tuple(units[2:6]))  # E t0 | t1 n m1 n1
+    heads = (tuple(units[6:8]), (units[8],), (units[9],))
+    placement = Placement(tuple(units), (*trunk, *heads), (0, 1, 0, 0, 1))
+    block = UnitCost(1, 2, 0.5, activation_bytes=100, parameter_bytes=1000, output_bytes=64)
+    head = UnitCost(1, 2, 0.5, activation_bytes=5, workspace_bytes=7, shared_bytes=(("W", 500),))
+    free = UnitCost(output_bytes=64)
+    costs = CostTable({"E": free, "n": free, "t": block, "m": block, "h": head})
+    assert costs.rank_parameters(placement) == (1000 + 500, 2000 + 500)
+    orders: Orders = [
+        [Action(F, 0, 0), Action(H, 2, 0), Action(H, 3, 0), Action(B, 0, 0)],
+        [Action(F, 1, 0), Action(H, 4, 0), Action(B, 1, 0)],
+    ]
+    result = simulate(lower("hosts", placement, 1, orders), costs)
+    # Rank 0 while it runs the first H: its block's activations, 64 bytes of rows for two chunks
+    # and 32 for the third, twice 5 bytes that a chunk keeps, and the workspace.
+    assert result.peak_bytes[0] == 1500 + 100 + 64 + 32 + 2 * 5 + 7
+    # Rank 1 while it runs B: two blocks, the returned gradients of both head stages on rank 0.
+    assert result.peak_bytes[1] == 2500 + 200 + 64 + 32
+    split: Orders = [
+        [*orders[0][:3], Action(HW, 2, 0), Action(HW, 3, 0), orders[0][-1]],
+        [*orders[1], Action(HW, 4, 0)],
+    ]
+    result = simulate(lower("hosts", placement, 1, split), costs)
+    # Rows and what the chunks keep stay until HW: the most is there during the second H.
+    assert result.peak_bytes[0] == 1500 + 100 + 64 + 32 + 3 * 5 + 7
 
 
 def test_split_backward_and_fused_heads_are_timed() -> None:
@@ -134,7 +165,7 @@ def test_mtp_tail_on_its_own_stage() -> None:
 
 def test_a_stuck_schedule_is_an_error() -> None:
     schedule = make_schedule("1f1b", uniform(2, 1), 2)
-    broken = tuple(a for a in schedule.actions[1] if a.kind is not Kind.SEND)
+    broken = tuple(a for a in schedule.actions[1] if a.kind is not B)
     schedule = type(schedule)("broken", schedule.placement, 2, (schedule.actions[0], broken))
     with pytest.raises(
         ScheduleError, match=r"rank 0 never gets gradient of t0 .* for B of stage 0"
