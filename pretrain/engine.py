@@ -179,7 +179,8 @@ class Engine:
         packed = torch.zeros(len(normalizers) + 1, dtype=wide, device=mesh.device)
         for stage in self.stages.values():
             if stage.total is not None:
-                values = [stage.total, *(stage.sums[name] for name in normalizers)]
+                none = torch.zeros_like(stage.total)  # a term of a depth whose head is elsewhere
+                values = [stage.total, *(stage.sums.get(name, none) for name in normalizers)]
                 packed += torch.stack([v.to(wide) for v in values])
         for axis in ("data", "pp"):
             group = mesh.group(axis)
