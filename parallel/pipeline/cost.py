@@ -166,7 +166,8 @@ def given_costs(document: Mapping[str, Any], units: Sequence[Unit]) -> tuple[Cos
         raise ValueError("the cost table needs 'units', such as {t: 1, h: 2}")
     read = {}
     for key, value in given.items():
-        lookup("unit in the cost table", {**kinds, **names}, str(key))
+        if str(key) not in names:
+            lookup("kind of unit, or single unit of this model, in the cost table", kinds, str(key))
         read[str(key)] = _cost(str(key), value)
     by_unit = {}
     for unit in units:

@@ -94,9 +94,9 @@ def test_memory_peaks() -> None:
     placement = uniform(2, 1, layers_per_stage=2)
     result = simulate(make_schedule("1f1b", placement, 4), block_costs(1, 2))
     # Parameters, activations of the micro-batches in flight, and a received tensor of 10 bytes.
-    assert result.peak_bytes == (2000 + 2 * 200 + 10, 2000 + 200 + 10)
+    assert list(result.peak_bytes) == [2000 + 2 * 200 + 10, 2000 + 200 + 10]
     result = simulate(make_schedule("gpipe", placement, 4), block_costs(1, 2))
-    assert result.peak_bytes == (2000 + 4 * 200 + 10, 2000 + 4 * 200 + 10)
+    assert list(result.peak_bytes) == [2000 + 4 * 200 + 10] * 2
     forward = forward_schedule(make_schedule("gpipe", placement, 4))
     assert simulate(forward, block_costs(1, 2)).peak_bytes == (2200, 2210)
 
