@@ -34,6 +34,7 @@ BOOKKEEPING = (
 CAUSES = {
     "init_hash": ("model", "objective", "seed", "precision.weights", "checkpoint.init_from"),
     "parameters": ("model", "objective"),
+    "tokenizer_hash": ("data.train",),
     "data_hash": ("data.train", "data.samples", "training.sequence_length", "seed"),
 }
 COMPUTING_PACKAGES = (
@@ -105,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     differences = find_differences(a, b)
-    figures = compare_figures(a, b, tokenizers_differ(differences))
+    figures = compare_figures(a, b, tokenizers_differ(a, b, differences))
     code, verdict = judge(
         differences, options.expect, proven=bool(a.fingerprints and b.fingerprints)
     )
@@ -176,15 +177,21 @@ def find_differences(a: Run, b: Run) -> list[Difference]:
     factors = _factors(found)
     if a.fingerprints is not None and b.fingerprints is not None:
         for key, left, right in diff(a.fingerprints, b.fingerprints):
-            causes = [f for f in factors if _can_cause(f, key)]
-            note = f"follows from {', '.join(causes)}" if causes else "follows from nothing above"
-            found.append(Difference(key, left, right, "" if causes else key, note))
+            found.append(_fingerprint_difference(key, left, right, factors))
     if a.environment is not None and b.environment is not None:
         for path, left, right in diff(a.environment, b.environment):
             factor = _environment_factor(path)
             note = "" if factor else "where and how it ran"
             found.append(Difference(f"environment.{path}", left, right, factor, note))
     return found
+
+
+def _fingerprint_difference(key: str, a: Any, b: Any, factors: Iterable[str]) -> Difference:
+    if a is None or b is None:
+        return Difference(key, a, b, "", "not recorded by an older version")
+    causes = [factor for factor in factors if _can_cause(factor, key)]
+    note = f"follows from {', '.join(causes)}" if causes else "follows from nothing above"
+    return Difference(key, a, b, "" if causes else key, note)
 
 
 def _leaves(found: Iterable[tuple[str, Any, Any]]) -> Iterator[tuple[str, Any, Any]]:
@@ -239,7 +246,11 @@ def judge(
     return 1, f"{len(factors)} factors: {', '.join(factors)}{where}"
 
 
-def tokenizers_differ(differences: Iterable[Difference]) -> bool:
+def tokenizers_differ(a: Run, b: Run, differences: Iterable[Difference]) -> bool:
+    """By their hashes; where a run has none, by its settings."""
+    hashes = [(run.fingerprints or {}).get("tokenizer_hash") for run in (a, b)]
+    if None not in hashes:
+        return hashes[0] != hashes[1]
     return any(
         part in ("tokenizer", "vocab_size") for d in differences for part in d.path.split(".")
     )

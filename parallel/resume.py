@@ -21,6 +21,7 @@ POLICY = {
     "objective": REFUSED,
     "data": REFUSED,
     "data_fingerprint": REFUSED,
+    "tokenizer_fingerprint": REFUSED,
     "data.validation": FREE,
     "data.tokenizer": FREE,
     "seed": REFUSED,
@@ -55,7 +56,7 @@ class Difference:
     @property
     def part(self) -> str:
         """The name that allows it: ``model``, ``data``, ``seed``, ..."""
-        return self.key.partition(".")[0].removesuffix("_fingerprint")
+        return "data" if self.key.endswith("_fingerprint") else self.key.partition(".")[0]
 
     def __str__(self) -> str:
         return f"{self.key}: {self.saved!r} -> {self.current!r}"

@@ -157,6 +157,15 @@ def data_fingerprint(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def fingerprints(config: RunConfig) -> dict[str, str]:
+    """What a checkpoint keeps, to tell whether a run goes on with the same data."""
+    tokenizer = manifests(config.data.train[:1])[0].tokenizer
+    return {
+        "data_fingerprint": data_fingerprint(config),
+        "tokenizer_fingerprint": tokenizer["sha256"],
+    }
+
+
 def check_vocabulary(config: RunConfig, sources: Sequence[SourceConfig] | None = None) -> None:
     """``ValueError`` unless every source (or all of ``config``) was made by one tokenizer that
     fits the model."""

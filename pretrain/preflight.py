@@ -12,7 +12,7 @@ from data_tools.tokenizers import load_tokenizer
 from parallel.checkpoint_format import MANIFEST, TensorInfo, latest_step, read_manifest, step_name
 
 from .config import Problems, RunConfig
-from .data import build_blend, check_vocabulary, data_fingerprint, manifests
+from .data import build_blend, check_vocabulary, fingerprints, manifests
 from .evaluate import validation_blend
 from .initial_weights import check_hugging_face, is_hugging_face
 from .optimizer import MOMENTS, fused_adam
@@ -101,7 +101,7 @@ def check_checkpoint(config: RunConfig) -> None:
     step = latest_step(root)
     if step is not None:
         path = root / step_name(step)
-        require_same_experiment(config, read_manifest(path), data_fingerprint(config))
+        require_same_experiment(config, read_manifest(path), fingerprints(config))
         require_tensors(config, path, ("model", *(f"optimizer/{moment}" for moment in MOMENTS)))
     elif config.checkpoint.init_from is not None:
         source = Path(config.checkpoint.init_from)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,13 @@ class RunState:
     def __init__(
         self,
         config: RunConfig,
-        data_fingerprint: str,
+        fingerprints: Mapping[str, str],
         model: ParallelModel,
         optimizer: ShardedAdamW,
     ) -> None:
         self.config = config
         self.encoded: dict[str, Any] = encode(config)
-        self.data_fingerprint = data_fingerprint
+        self.fingerprints = fingerprints
         self.model = model
         self.optimizer = optimizer
         self.step = 0
@@ -56,7 +56,7 @@ class RunState:
     def metadata(self, health: HealthMonitor) -> dict[str, Any]:
         return {
             "config": self.encoded,
-            "data_fingerprint": self.data_fingerprint,
+            **self.fingerprints,
             "tokenizer": str(self.config.data.tokenizer_folder.resolve()),
             "step": self.step,
             "samples": self.samples,
@@ -71,7 +71,7 @@ class RunState:
         """Go on after the checkpoint of ``step``; returns a note for people.  ``ValueError`` when
         it is of another experiment."""
         manifest = checkpoints.read_manifest(step)
-        changes = require_same_experiment(self.config, manifest, self.data_fingerprint)
+        changes = require_same_experiment(self.config, manifest, self.fingerprints)
         saved = manifest.metadata
         checkpoints.load(step, self.tensors())
         self.step, self.samples = saved["step"], saved["samples"]
@@ -79,7 +79,7 @@ class RunState:
         health.load_state_dict(saved["health"])
         self.changed = [
             str(difference)
-            for difference in compare_configs(*_both(self.config, saved, self.data_fingerprint))
+            for difference in compare_configs(*_both(self.config, saved, self.fingerprints))
             if difference.effect != FREE
         ]
         note = f"resuming after step {step}"
@@ -88,23 +88,26 @@ class RunState:
         return f"{note}; settings that differ from the checkpoint:\n{changes}" if changes else note
 
 
-def require_same_experiment(config: RunConfig, manifest: Manifest, data_fingerprint: str) -> str:
+def require_same_experiment(
+    config: RunConfig, manifest: Manifest, fingerprints: Mapping[str, str]
+) -> str:
     """What changed since the checkpoint, for people; ``CheckpointError`` where that may not be."""
     saved = manifest.metadata
     missing = {"config", "data_fingerprint", "samples", "updates", "health"} - saved.keys()
     if missing:
         text = f"step {manifest.step} was not saved by a training run (no {', '.join(missing)})"
         raise CheckpointError(f"{text}: use it as checkpoint.init_from of a run of another name")
-    before, now = _both(config, saved, data_fingerprint)
+    before, now = _both(config, saved, fingerprints)
     return require_compatible(before, now, config.checkpoint.allow)
 
 
 def _both(
-    config: RunConfig, saved: dict[str, Any], data_fingerprint: str
+    config: RunConfig, saved: dict[str, Any], fingerprints: Mapping[str, str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is compared between a checkpoint and this run."""
-    before = {**saved["config"], "data_fingerprint": saved["data_fingerprint"]}
-    return before, {**encode(config), "data_fingerprint": data_fingerprint}
+    """What is compared between a checkpoint and this run; an older one lacks some fingerprints."""
+    known = fingerprints.keys() & saved.keys()
+    before, now = ({name: prints[name] for name in known} for prints in (saved, fingerprints))
+    return {**saved["config"], **before}, {**encode(config), **now}
 
 
 def checkpoint_config(path: Path, overrides: Iterable[str], **changes: dict[str, Any]) -> RunConfig:

@@ -23,7 +23,7 @@ from .data import (
     Prefetcher,
     build_blend,
     check_vocabulary,
-    data_fingerprint,
+    fingerprints,
     vocabulary_note,
 )
 from .engine import build_engine
@@ -114,7 +114,7 @@ class Trainer:
             asynchronous=config.checkpoint.asynchronous,
             process_group=group,
         )
-        self.state = RunState(config, data_fingerprint(config), self.model, self.optimizer)
+        self.state = RunState(config, fingerprints(config), self.model, self.optimizer)
         self.resume_note = self._start()
         self._write_fingerprints()
 
@@ -142,7 +142,8 @@ class Trainer:
                 sizes = unit_sizes(self.config.model, 1).values()
                 content = {
                     "init_hash": init_hash,
-                    "data_hash": self.state.data_fingerprint,
+                    "data_hash": self.state.fingerprints["data_fingerprint"],
+                    "tokenizer_hash": self.state.fingerprints["tokenizer_fingerprint"],
                     "parameters": sum(size.parameters for size in sizes),
                 }
                 write_json(self.folder.fingerprints, content)

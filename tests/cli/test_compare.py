@@ -33,7 +33,7 @@ ENVIRONMENT: dict[str, Any] = {
     "git": {"commit": "abc", "dirty": False},
     "hosts": ["node1"],
 }
-PRINTS = {"init_hash": "aaaa", "data_hash": "dddd", "parameters": 1000}
+PRINTS = {"init_hash": "aaaa", "data_hash": "dddd", "parameters": 1000, "tokenizer_hash": "7777"}
 
 
 def make_run(
@@ -81,7 +81,7 @@ def test_equal_runs(tmp_path, capsys) -> None:
     assert code == 0
     assert out.endswith("\nno difference that can change training\n")
     assert "bitwise equal at all 3 common logged steps" in out
-    assert "Equal: data_hash, init_hash, parameters" in out
+    assert "Equal: data_hash, init_hash, parameters, tokenizer_hash" in out
     assert "metrics.every" in out
 
 
@@ -126,6 +126,7 @@ def test_one_factor_with_its_consequences(tmp_path, capsys) -> None:
         ({"config": {"seed": 2}}, "seed"),
         ({"prints": {"init_hash": "bbbb"}}, "init_hash"),
         ({"prints": {"data_hash": "eeee"}}, "data_hash"),
+        ({"prints": {"tokenizer_hash": "8888"}}, "tokenizer_hash"),
         ({"environment": {"source_hash": "beef"}}, "environment.source_hash"),
         ({"environment": {"packages": {"torch": "2.14"}}}, "environment.packages.torch"),
         ({"environment": {"python": "3.12"}}, "environment.python"),
@@ -170,7 +171,7 @@ def test_other_tokenizers_compare_in_bits_per_byte_only(tmp_path, capsys) -> Non
     b = make_run(
         tmp_path / "b",
         {"data": {"tokenizer": "bytes"}},
-        prints={"init_hash": "bbbb", "data_hash": "eeee"},
+        prints={"init_hash": "bbbb", "data_hash": "eeee", "tokenizer_hash": "8888"},
         offset=0.5,
     )
     code, out = compare(capsys, a, b)
@@ -180,6 +181,21 @@ def test_other_tokenizers_compare_in_bits_per_byte_only(tmp_path, capsys) -> Non
         assert lines[key].endswith("tokenizers differ")
     assert lines["eval/bits_per_byte"].endswith("+0.5")
     assert "only bits per byte compare" in out
+
+
+def test_a_run_of_before_tokenizers_were_recorded(tmp_path, capsys) -> None:
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", {"seed": 2})
+    old = RunFolder(tmp_path / "a").fingerprints
+    content = json.loads(old.read_text())
+    del content["tokenizer_hash"]
+    write_json(old, content)
+    code, out = compare(capsys, a, b)
+    assert (code, out.splitlines()[-1]) == (0, "one factor: seed")
+    assert "not recorded by an older version" in out
+    assert "tokenizers differ" not in out
+    # With both hashes, the place of a tokenizer does not tell.
+    moved = make_run(tmp_path / "moved", {"data": {"tokenizer": "copy"}})
+    assert "tokenizers differ" not in compare(capsys, b, moved)[1]
 
 
 def test_runs_of_other_lengths_meet_at_their_last_common_step(tmp_path, capsys) -> None:

@@ -91,6 +91,24 @@ def test_resuming_on_other_data(workspace: Workspace, capsys) -> None:
     refused(capsys, workspace.root, [workspace.recipe], words)
 
 
+def test_resuming_with_another_tokenizer(workspace: Workspace, capsys) -> None:
+    """One that gives this text the same ids."""
+    for split in ("train", "validation"):
+        path = workspace.root / "data" / f"{split}.manifest.json"
+        content = json.loads(path.read_text())
+        content["tokenizer"]["sha256"] = "ab" * 32
+        path.write_text(json.dumps(content))
+    words = ["data differ", "tokenizer_fingerprint: ", "-> 'abab", "checkpoint.allow=[data]"]
+    refused(capsys, workspace.root, [workspace.recipe], words)
+    # A checkpoint of an older version did not record it.
+    path = workspace.folder / "checkpoints" / "step_00000004" / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["metadata"]["tokenizer_fingerprint"]
+    path.write_text(json.dumps(content))
+    workspace.train("training.steps=6")
+    assert "resuming after step 4" in capsys.readouterr().out
+
+
 def test_what_may_change_is_shown_and_goes_on(workspace: Workspace, capsys) -> None:
     shutil.move(workspace.root / "data", workspace.root / "moved")
     sources = {
@@ -107,10 +125,11 @@ def test_what_may_change_is_shown_and_goes_on(workspace: Workspace, capsys) -> N
 
 def test_the_resume_policy_names_every_section() -> None:
     sections = set(fields_of(RunConfig))
-    assert {key.split(".")[0] for key in resume.POLICY} == sections | {"data_fingerprint"}
+    prints = {"data_fingerprint", "tokenizer_fingerprint"}
+    assert {key.split(".")[0] for key in resume.POLICY} == sections | prints
     refused_sections = {key for key, effect in resume.POLICY.items() if effect == resume.REFUSED}
     allowed = CheckpointConfig.__annotations__["allow"]
-    for name in refused_sections - {"data_fingerprint"}:
+    for name in refused_sections - prints:
         assert f"'{name}'" in allowed
 
 
