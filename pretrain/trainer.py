@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, Literal
 
 import torch
@@ -68,8 +68,21 @@ def choose_device(config: RunConfig) -> torch.device:
     index, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if index >= found:
         raise ValueError(f"process {index} of this machine has no GPU of its own: {found} found")
+    if config.deterministic:
+        fix_workspace(os.environ)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def fix_workspace(environment: MutableMapping[str, str]) -> None:
+    """cuBLAS is deterministic only with a workspace of fixed size, named before CUDA starts.
+    ``ValueError`` where the environment names another."""
+    given = environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if given not in (":4096:8", ":16:8"):
+        raise ValueError(
+            "deterministic=true needs CUBLAS_WORKSPACE_CONFIG=:4096:8 or :16:8 in the environment "
+            f"(or none, which means the first), given {given!r}"
+        )
 
 
 class Trainer:

@@ -21,6 +21,7 @@ from models.losses import IGNORE
 from parallel.apply import BuildOptions
 from parallel.gradients import full_gradients, gradient_norm
 from parallel.mesh import ParallelConfig, build_mesh
+from parallel.pipeline.units import Placement
 from pretrain.engine import Engine, build_engine
 from pretrain.objectives.base import build_objective
 from pretrain.objectives.causal import Causal
@@ -50,10 +51,11 @@ class Case:
     dtype: torch.dtype = torch.float64
     compute_dtype: torch.dtype | None = None
     compile: bool = False
+    placement: Placement | None = None
     sabotage: Callable[[Engine], None] | None = None
 
     def reference(self) -> Case:
-        return replace(self, world=1, parallel=ParallelConfig(), micro_batches=1, sabotage=None)
+        return replace(self, world=1, parallel=ParallelConfig(), micro_batches=1, sabotage=None, placement=None)
 
 
 def global_batch(case: Case, step: int = 0) -> tuple[Tensor, Tensor]:
@@ -88,9 +90,7 @@ def micro_batches(case: Case, engine: Engine, step: int = 0) -> list[Any]:
         span = slice(begin, begin + size)
         seen = None if whole.documents is None else whole.documents[span]
         share_of_fields = {name: labels[span] for name, labels in fields.items()}
-        result.append(
-            replace(whole, ids=whole.ids[span], fields=share_of_fields, documents=seen)
-        )
+        result.append(replace(whole, ids=whole.ids[span], fields=share_of_fields, documents=seen))
     return result
 
 
@@ -99,7 +99,7 @@ def build(case: Case) -> Engine:
     options = BuildOptions(
         dtype=case.dtype, compute_dtype=case.compute_dtype, seed=7, compile=case.compile
     )
-    engine = build_engine(case.model, case.parallel, mesh, options, SEQUENCE)
+    engine = build_engine(case.model, case.parallel, mesh, options, SEQUENCE, case.placement)
     # Larger weights than the default: gradients of every parameter must be far from rounding.
     for name, parameter in engine.model.named_parameters():
         if parameter.dim() > 1 and "embedding" not in name and "head" not in name:
