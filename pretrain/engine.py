@@ -199,9 +199,11 @@ def build_engine(
     mesh: Mesh,
     options: BuildOptions,
     sequence_length: int,
+    placement: Placement | None = None,
 ) -> Engine:
-    """Plan, build, shard and initialise this rank's part of the model."""
-    placement = plan_placement(config, parallel, sequence_length)
+    """Plan (unless a ``placement`` is given), build, shard and initialise this rank's part of the
+    model."""
+    placement = placement or plan_placement(config, parallel, sequence_length)
     units = {
         unit_name(unit)
         for stage in placement.stages_of(mesh.rank("pp"))
