@@ -47,13 +47,18 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--max-shard-size", default="5GB", metavar="SIZE", help="largest weight file (5GB)")
     add("--tokenizer", metavar="PATH", help="tokenizer.json or its folder (the run's)")
+    add("--drop-mtp", action="store_true", help="leave out multi-token prediction")
     from_hf = commands.add_parser(
         "from-hf",
         help="make a checkpoint to start training from",
         description=import_hf.__doc__,
     )
     add = from_hf.add_argument
-    add("source", metavar="FOLDER", help="Hugging Face folder: llama, qwen2, qwen3 or our own")
+    add(
+        "source",
+        metavar="FOLDER",
+        help="Hugging Face folder: llama, qwen2, qwen3, mellum or our own",
+    )
     add("out", type=Path, metavar="OUT", help="folder to make")
     add(
         "--dtype",
@@ -83,6 +88,7 @@ def run(argv: list[str] | None) -> None:
             max_shard_bytes=export.parse_size(options.max_shard_size),
             step=options.step,
             tokenizer=options.tokenizer,
+            drop_mtp=options.drop_mtp,
             check=not options.no_verify,
             force=options.force,
         )

@@ -1,8 +1,8 @@
 """Between our models and Hugging Face's: tensor names, config keys, and what is representable.
 
-A *target* is what an exported folder says it is.  ``llama``, ``qwen2`` and ``qwen3`` are classes of
-transformers, usable wherever those are known, and hold only models that they compute exactly.
-``custom`` holds every model, by carrying the model's own code.
+A *target* is what an exported folder says it is.  ``llama``, ``qwen2``, ``qwen3`` and ``mellum``
+are classes of transformers, usable wherever those are known, and hold only models that they
+compute exactly.  ``custom`` holds every model, by carrying the model's own code.
 """
 
 from __future__ import annotations
@@ -17,10 +17,19 @@ from .attention import AttentionConfig
 from .blocks import BLOCKS
 from .config import ModelConfig
 from .feedforward import FEEDFORWARDS
+from .hf_mtp import (
+    MTP_TARGET,
+    mellum_keys,
+    mellum_names,
+    mtp_from_custom,
+    mtp_from_mellum,
+    mtp_obstacles,
+    mtp_to_custom,
+)
 from .norms import NORMS
 from .positions import POSITIONS, YaRN
 
-NATIVE_TARGETS = ("llama", "qwen2", "qwen3")
+NATIVE_TARGETS = ("llama", "qwen2", "qwen3", MTP_TARGET)
 CUSTOM_TARGET = "custom"
 CUSTOM_MODEL_TYPE = "midspan"
 CUSTOM_PREFIX = "model.transformer."
@@ -54,6 +63,8 @@ _TO_HF = dict(NATIVE_NAMES)
 _FROM_HF = {theirs: ours for ours, theirs in NATIVE_NAMES}
 _LAYER = re.compile(r"\.(\d+)\.")
 
+_MELLUM_NAMES = mellum_names(NATIVE_NAMES)
+
 
 def _translate(table: Mapping[str, str], name: str) -> str | None:
     layer = _LAYER.search(name)
@@ -63,24 +74,33 @@ def _translate(table: Mapping[str, str], name: str) -> str | None:
     return None if found is None else found.replace("*", layer[1], 1)
 
 
-def to_hf(name: str, target: str) -> str:
-    """The name in the exported files of our parameter ``name``; ``ValueError`` if it has none."""
+def to_hf(name: str, target: str, config: ModelConfig) -> str:
+    """The name in the exported files of parameter ``name`` of a ``config`` model; ``ValueError`` if
+    it has none."""
     if target == CUSTOM_TARGET:
-        return "lm_head.weight" if name == "head.weight" else CUSTOM_PREFIX + name
-    found = _translate(_TO_HF, name)
+        if name == "head.weight":
+            return "lm_head.weight"
+        return mtp_to_custom(name, config) or CUSTOM_PREFIX + name
+    found = _MELLUM_NAMES.get(name) if target == MTP_TARGET else None
+    found = found or _translate(_TO_HF, name)
     if found is None:
         raise ValueError(f"{name} has no name in a {target} model")
     return found
 
 
-def from_hf(name: str, target: str) -> str:
+def from_hf(name: str, target: str, config: ModelConfig) -> str:
     """Our name of the exported tensor ``name``; ``ValueError`` if we have none."""
-    if target != CUSTOM_TARGET:
+    found: str | None
+    if target == MTP_TARGET and name in _MELLUM_NAMES.values():
+        found = next(ours for ours, theirs in _MELLUM_NAMES.items() if theirs == name)
+    elif target != CUSTOM_TARGET:
         found = _translate(_FROM_HF, name)
     elif name == "lm_head.weight":
         found = "head.weight"
+    elif name.startswith(CUSTOM_PREFIX):
+        found = name.removeprefix(CUSTOM_PREFIX)
     else:
-        found = name.removeprefix(CUSTOM_PREFIX) if name.startswith(CUSTOM_PREFIX) else None
+        found = mtp_from_custom(name, config)
     if found is None:
         raise ValueError(f"{name} is no tensor that a {target} model of ours has")
     return found
@@ -92,7 +112,7 @@ def from_hf(name: str, target: str) -> str:
 _JUDGED = {
     ModelConfig: {
         "vocab_size", "hidden", "layers", "attention", "feedforward", "block", "norm", "position",
-        "tie_embeddings", "vocab_multiple", "logit_softcap", "residual_dtype", "init",
+        "tie_embeddings", "vocab_multiple", "logit_softcap", "residual_dtype", "init", "mtp",
     },
     AttentionConfig: {"heads", "kv_heads", "head_dim", "qk_norm", "qkv_bias"},
 }  # fmt: skip
@@ -118,16 +138,18 @@ def obstacles(config: ModelConfig, target: str) -> list[str]:
             found.append(f"{key}={name} ({target} has {' or '.join(allowed)})")
     if config.logit_softcap is not None:
         found.append(f"logit_softcap={config.logit_softcap} ({target} has none)")
+    found += mtp_obstacles(config.mtp, target)
     if isinstance(config.position, YaRN.Config):
         found += _yarn_obstacles(config)
     attention = config.attention
-    if attention.qk_norm != (target == "qwen3"):
-        always = "always" if target == "qwen3" else "never"
+    normalises = target in ("qwen3", MTP_TARGET)
+    if attention.qk_norm != normalises:
+        always = "always" if normalises else "never"
         found.append(f"attention.qk_norm={attention.qk_norm} ({target}: {always})")
     if attention.qkv_bias != (target == "qwen2"):
         why = "always" if target == "qwen2" else "would also put one on o_proj"
         found.append(f"attention.qkv_bias={attention.qkv_bias} ({target}: {why})")
-    if target != "qwen3" and config.hidden % attention.heads:
+    if not normalises and config.hidden % attention.heads:
         found.append(f"hidden={config.hidden} is not a multiple of heads={attention.heads}")
     elif target == "qwen2" and attention.head_dim != config.hidden // attention.heads:
         found.append(f"attention.head_dim={attention.head_dim} (qwen2 has hidden / heads)")
@@ -151,7 +173,10 @@ def _yarn_obstacles(config: ModelConfig) -> list[str]:
 
 
 def native_target(config: ModelConfig) -> tuple[str | None, list[str]]:
-    """(the native target that represents ``config`` exactly, []) or (None, the reasons)."""
+    """(the native target that represents ``config`` exactly, []) or (None, the reasons).
+
+    ``mellum`` is only taken when asked for: few tools know it.
+    """
     attention = config.attention
     target = "qwen3" if attention.qk_norm else "qwen2" if attention.qkv_bias else "llama"
     reasons = obstacles(config, target)
@@ -219,7 +244,7 @@ def hf_config(
         "rms_norm_eps": config.norm.eps,
         "initializer_range": config.init.std,
         "attention_dropout": 0.0,
-        # readers from before transformers 5 know only the second and third form
+        # readers from before transformers 5 know only the second and third form (_OLD_ROPE)
         "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],
         "rope_scaling": rope if rope["rope_type"] != "default" else None,
@@ -228,13 +253,20 @@ def hf_config(
         native.update(attention_bias=False, mlp_bias=False, pretraining_tp=1)
     elif target == "qwen3":
         native.update(attention_bias=False, use_sliding_window=False, sliding_window=None)
+    elif target == MTP_TARGET:
+        native = {key: value for key, value in native.items() if key not in _OLD_ROPE}
+        native.update(mellum_keys(config, rope))
     else:
         native.update(use_sliding_window=False, sliding_window=None)
     return native
 
 
+_OLD_ROPE = ("rope_theta", "rope_scaling")
+
+
 def standard_keys(config: ModelConfig) -> dict[str, Any]:
     """The sizes that Hugging Face tools look for, under the keys that they look for."""
+    mtp = {"num_nextn_predict_layers": config.mtp.depth} if config.mtp.depth else {}
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden,
@@ -243,6 +275,7 @@ def standard_keys(config: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": config.attention.kv_heads,
         "head_dim": config.attention.head_dim,
         "tie_word_embeddings": config.tie_embeddings,
+        **mtp,
     }
 
 
@@ -272,12 +305,15 @@ def model_config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
     problems = _foreign_settings(hf, target)
+    normalises = target in ("qwen3", MTP_TARGET)
+    mtp, wrong = mtp_from_mellum(hf) if target == MTP_TARGET else ({}, [])
+    problems += wrong
     position, wrong = _position_from_hf(hf)
     problems += wrong
     if problems:
         raise ValueError(f"this {target} model is not one of ours: {'; '.join(problems)}")
     heads = hf["num_attention_heads"]
-    default_dim = 128 if target == "qwen3" else hf["hidden_size"] // heads
+    default_dim = 128 if normalises else hf["hidden_size"] // heads
     return {
         "vocab_size": hf["vocab_size"],
         "hidden": hf["hidden_size"],
@@ -286,7 +322,7 @@ def model_config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
             "heads": heads,
             "kv_heads": hf.get("num_key_value_heads") or heads,
             "head_dim": hf.get("head_dim") or default_dim,
-            "qk_norm": target == "qwen3",
+            "qk_norm": normalises,
             "qkv_bias": target == "qwen2",
         },
         "feedforward": {"type": "swiglu", "hidden": hf["intermediate_size"]},
@@ -295,6 +331,7 @@ def model_config_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         "position": position,
         "tie_embeddings": hf.get("tie_word_embeddings", False),
         "init": {"std": hf.get("initializer_range", 0.02)},
+        **({"mtp": mtp} if mtp else {}),
     }
 
 
@@ -312,6 +349,7 @@ def _foreign_settings(hf: Mapping[str, Any], target: str) -> list[str]:
 
 def _position_from_hf(hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+    rope = rope.get("full_attention", rope)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     base = rope.get("rope_theta") or hf.get("rope_theta") or 10000.0
     fraction = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0

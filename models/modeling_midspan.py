@@ -13,10 +13,12 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from .attention import SequenceContext
 from .blocks import BLOCKS
 from .config import ModelConfig
 from .configuration_midspan import MidspanConfig, decode_model
 from .decoding import DecodingContext, padded_positions
+from .hf_mtp import MTP_PARTS
 from .transformer import Head, Transformer, unit_names
 
 # The keyword and the output field of the key/value cache were renamed within transformers 5.
@@ -50,6 +52,31 @@ class _CacheStore:
         return keys, values
 
 
+class _MTPLayer(nn.Module):
+    """The parts of an MTP block and its norm, under the names that files have for them."""
+
+    def __init__(self, block: nn.Module, norm: nn.Module | None) -> None:
+        super().__init__()
+        inner = getattr(block, "block", None)
+        for name, part in [*block.named_children(), *(inner.named_children() if inner else ())]:
+            if part is not inner:
+                self.add_module(MTP_PARTS.get(name, name), part)
+        if norm is not None:
+            self.shared_head = nn.ModuleDict({"norm": norm})
+
+
+def _mtp_layers(transformer: Transformer) -> nn.ModuleDict:
+    """Register the MTP blocks of ``transformer`` as layers behind its last one instead of under
+    their own names; it goes on using them."""
+    blocks, norms = dict(transformer.mtp.items()), dict(transformer.mtp_norms.items())
+    del transformer.mtp, transformer.mtp_norms
+    transformer.__dict__.update(mtp=blocks, mtp_norms=norms)
+    first = transformer.config.layers - 1
+    return nn.ModuleDict(
+        {str(first + int(k)): _MTPLayer(block, norms.get(k)) for k, block in blocks.items()}
+    )
+
+
 class MidspanPreTrainedModel(PreTrainedModel):
     config_class = MidspanConfig
     base_model_prefix = "model"
@@ -78,6 +105,8 @@ class MidspanModel(MidspanPreTrainedModel):
         model = exported_config(config)
         units = [name for name in unit_names(model) if name != "head"]
         self.transformer = Transformer(model, units, attention_backend="sdpa")
+        if model.mtp.depth:
+            self.layers = _mtp_layers(self.transformer)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -137,6 +166,13 @@ class MidspanForCausalLM(MidspanPreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Module:
         tied = self.config.tie_word_embeddings
         return self.model.get_input_embeddings() if tied else self.lm_head
+
+    def depth_logits(self, input_ids: Tensor) -> list[Tensor]:
+        """Logits [B, S, V] of every prediction depth k for whole sequences int64 [B, S]: position i
+        predicts token i + k + 1.  The last k positions of depth k miss tokens to read."""
+        context = SequenceContext(torch.arange(input_ids.shape[1], device=input_ids.device))
+        outputs = self.model.transformer.depth_outputs(input_ids, context)
+        return [self.lm_head.logits(hidden) for hidden in outputs]
 
     def forward(
         self,

@@ -240,7 +240,7 @@ class CheckpointConfig:
 class FinishConfig:
     """What is made of a finished run."""
 
-    export: Literal["auto", "llama", "qwen2", "qwen3", "custom", "none"] = field(
+    export: Literal["auto", "llama", "qwen2", "qwen3", "mellum", "custom", "none"] = field(
         default="auto", metadata={"help": "Hugging Face folder: auto = native where exact"}
     )
     prompt: str = field(default="", metadata={"help": "beginning of the text sample"})

@@ -27,12 +27,14 @@ from models.hf_names import (
     obstacles,
     to_hf,
 )
+from models.initialize import unpadded_shape
 from pretrain.decode import encode
 from pretrain.trained import (
     TrainedModel,
     check_names,
     expected_shapes,
     open_trained,
+    without_mtp,
 )
 from pretrain.verify_hf import Verification, compute_reference, require_transformers, verify
 from pretrain.yaml_text import nearest
@@ -74,6 +76,7 @@ def export_hugging_face(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     step: int | None = None,
     tokenizer: str | Path | None = None,
+    drop_mtp: bool = False,
     check: bool = True,
     force: bool = False,
 ) -> Export:
@@ -85,6 +88,7 @@ def export_hugging_face(
         target: one of TARGETS; "auto" is a native class where one is exact, else custom.
         dtype: of the stored tensors, one of DTYPES.
         tokenizer: a tokenizer.json or its folder, instead of the one that the run names.
+        drop_mtp: leave out multi-token prediction: the next-token model alone.
         check: load the result with transformers and compare its logits.
         force: replace an ``out`` that is a model folder.
 
@@ -106,6 +110,10 @@ def export_hugging_face(
     if check:
         require_transformers()
     trained = open_trained(source, step)
+    if drop_mtp:
+        if not trained.config.mtp.depth:
+            raise ExportError(f"{source} has no multi-token prediction that could be dropped")
+        trained = without_mtp(trained)
     target, notes = choose_target(trained, target)
     words = _find_tokenizer(trained, tokenizer)
     if words is None:
@@ -133,9 +141,11 @@ def choose_target(trained: TrainedModel, wanted: str) -> tuple[str, list[str]]:
         return CUSTOM_TARGET, [f"no native class is exact: {'; '.join(reasons)}"]
     reasons = obstacles(trained.config, wanted)
     if reasons:
+        drop = ", or leave multi-token prediction out with --drop-mtp"
         raise ExportError(
             f"{wanted} cannot represent this model exactly: {'; '.join(reasons)}. "
             "Use --target custom, which carries the model's own code"
+            + (drop if trained.config.mtp.depth else "")
         )
     return wanted, []
 
@@ -175,7 +185,8 @@ def plan_shards(trained: TrainedModel, target: str, dtype: str, max_bytes: int) 
     room = 0
     for name, shape in expected.items():
         kind = trained.dtypes[name] if dtype == "stored" else dtype
-        tensor = _Tensor(name, to_hf(name, target), shape, getattr(torch, kind))
+        stored = to_hf(name, target, trained.config)
+        tensor = _Tensor(name, stored, shape, getattr(torch, kind))
         if not shards or tensor.bytes > room:
             shards.append([])
             room = max_bytes
@@ -185,11 +196,9 @@ def plan_shards(trained: TrainedModel, target: str, dtype: str, max_bytes: int) 
 
 
 def _unpadded(trained: TrainedModel) -> dict[str, tuple[int, ...]]:
-    rows = trained.config.vocab_size
+    """The stored shapes; a vocabulary that is padded to another multiple is no error."""
     return {
-        name: (min(rows, shape[0]), *shape[1:])
-        if name in ("embedding.weight", "head.weight")
-        else shape
+        name: tuple(map(min, shape, unpadded_shape(trained.config, name, shape)))
         for name, shape in trained.shapes.items()
     }
 

@@ -24,7 +24,7 @@ def check_hugging_face(config: RunConfig, path: Path) -> None:
     trained = open_trained(path)
     differing = [
         name
-        for name in ("attention", "block", "norm", "position", "logit_softcap")
+        for name in ("attention", "block", "norm", "position", "logit_softcap", "mtp")
         if getattr(trained.config, name) != getattr(config.model, name)
     ]
     if differing:

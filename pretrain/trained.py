@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.hf_names import from_hf, model_config_from_hf, target_of
+from models.initialize import unpadded_shape
+from models.mtp import MTPConfig
 from models.transformer import Transformer
 from parallel.checkpoint_format import (
     MANIFEST,
@@ -170,7 +173,7 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
     A stored copy of a tied head is checked against the embedding and left out.
     """
 
-    def __init__(self, folder: Path, target: str, tied: bool) -> None:
+    def __init__(self, folder: Path, target: str, config: ModelConfig) -> None:
         self.folder = folder
         self._place: dict[str, tuple[str, str]] = {}  # logical name -> (file, stored name)
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -180,7 +183,7 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
             if stored.endswith(_CONSTANT):
                 continue
             try:
-                self._place[from_hf(stored, target)] = file, stored
+                self._place[from_hf(stored, target, config)] = file, stored
             except ValueError as error:
                 problems.append(str(error))
         if problems:
@@ -189,7 +192,7 @@ class HuggingFaceTensors(Mapping[str, Tensor]):
             piece = self._open(file).get_slice(stored)
             self.shapes[name] = tuple(piece.get_shape())
             self.dtypes[name] = _DTYPES.get(piece.get_dtype(), piece.get_dtype())
-        if tied and "head.weight" in self._place:
+        if config.tie_embeddings and "head.weight" in self._place:
             if not torch.equal(self["head.weight"], self["embedding.weight"]):
                 raise TrainedModelError(
                     f"{folder}: config.json ties the head to the embedding, but they differ"
@@ -253,7 +256,7 @@ def _open_hugging_face(folder: Path) -> TrainedModel:
         target = target_of(content)
     except (ValueError, KeyError) as error:
         raise TrainedModelError(f"{folder}: {error}") from None
-    tensors = HuggingFaceTensors(folder, target, config.tie_embeddings)
+    tensors = HuggingFaceTensors(folder, target, config)
     check_names(tensors.shapes, expected_shapes(config, padded=False), folder)
     return TrainedModel(
         path=folder,
@@ -273,12 +276,10 @@ def expected_shapes(config: ModelConfig, *, padded: bool) -> dict[str, tuple[int
     """Logical name -> shape of every parameter, with or without vocabulary padding."""
     with torch.device("meta"):
         model = Transformer(config)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if not padded:
-        for name in ("embedding.weight", "head.weight"):
-            if name in shapes:
-                shapes[name] = (config.vocab_size, *shapes[name][1:])
-    return shapes
+    return {
+        name: tuple(p.shape if padded else unpadded_shape(config, name, p.shape))
+        for name, p in model.named_parameters()
+    }
 
 
 def check_names(
@@ -300,6 +301,17 @@ def check_names(
     ]
     if problems:
         raise TrainedModelError(f"{place} does not fit its configuration: {'; '.join(problems)}")
+
+
+def without_mtp(trained: TrainedModel) -> TrainedModel:
+    """The same model without multi-token prediction."""
+    config = dataclasses.replace(trained.config, mtp=MTPConfig())
+    kept = {
+        name: shape
+        for name, shape in trained.shapes.items()
+        if not name.startswith(("mtp.", "mtp_norms."))
+    }
+    return dataclasses.replace(trained, config=config, shapes=kept)
 
 
 def build_model(

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.attention import SequenceContext
 from models.config import ModelConfig
 from models.hf_names import CUSTOM_TARGET, to_hf
+from models.transformer import Transformer
 from pretrain.trained import TrainedModel, build_model
 
 TOLERANCE = 1e-5  # of a logit, relative to the largest one where that is above 1
@@ -45,12 +47,13 @@ class Verification:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the training model computes: the output of every module with weights, and logits."""
+    """What the training model computes: the output of every module with weights, and the logits of
+    every prediction depth."""
 
     config: ModelConfig
     ids: Tensor
     outputs: dict[str, Tensor]
-    logits: Tensor
+    logits: list[Tensor]
 
 
 def require_transformers() -> Any:
@@ -71,8 +74,15 @@ def compute_reference(trained: TrainedModel, rounded_to: torch.dtype | None = No
     ids = torch.randint(trained.config.vocab_size, (_SEQUENCES, length), generator=generator)
     model = build_model(trained, rounded_to=rounded_to)
     with recorded(model, lambda name: name) as outputs, torch.inference_mode():
-        logits = model.logits(ids)
+        logits = _depth_logits(model, ids)
     return Reference(trained.config, ids, outputs, logits)
+
+
+def _depth_logits(model: Transformer, ids: Tensor) -> list[Tensor]:
+    assert model.head is not None
+    context = SequenceContext(torch.arange(ids.shape[1]))
+    outputs = model.depth_outputs(ids, context)
+    return [model.head.logits(hidden) for hidden in outputs]
 
 
 def verify(folder: Path, target: str, reference: Reference) -> Verification:
@@ -82,31 +92,58 @@ def verify(folder: Path, target: str, reference: Reference) -> Verification:
     """
     transformers = require_transformers()
     model = _load(transformers, folder, target)
-    own_names = {_hf_module(name, target): name for name in reference.outputs}
-    with recorded(model, own_names.get) as outputs, torch.inference_mode():
-        logits = model(input_ids=reference.ids).logits.float()
-    if logits.shape != reference.logits.shape:
+    config = reference.config
+    own_names = {_hf_module(name, target, config): name for name in reference.outputs}
+    with _quiet(transformers), recorded(model, own_names.get) as outputs, torch.inference_mode():
+        found = _exported_logits(model, target, reference.ids, config.mtp.depth)
+    if found[0].shape != reference.logits[0].shape:
         raise VerificationError(
-            f"the {target} export gives logits of shape {list(logits.shape)}, not "
-            f"{list(reference.logits.shape)}"
+            f"the {target} export gives logits of shape {list(found[0].shape)}, not "
+            f"{list(reference.logits[0].shape)}"
         )
-    scale = max(1.0, reference.logits.abs().max().item())
-    difference = (logits - reference.logits).abs().max().item()
-    ours, theirs = (x.double().log_softmax(-1) for x in (reference.logits, logits))
+    # The last k positions of depth k have no token to read, and nobody reads them.
+    rows = [slice(0, reference.ids.shape[1] - depth) for depth in range(len(found))]
+    logits = torch.cat([x[:, span] for x, span in zip(found, rows, strict=True)], 1)
+    wanted = torch.cat([x[:, span] for x, span in zip(reference.logits, rows, strict=True)], 1)
+    scale = max(1.0, wanted.abs().max().item())
+    difference = (logits - wanted).abs().max().item()
+    ours, theirs = (x.double().log_softmax(-1) for x in (wanted, logits))
     divergence = (ours.exp() * (ours - theirs)).sum(-1).mean().item()
     if not difference <= TOLERANCE * scale:
-        where, by = first_divergence(reference, outputs) or ("the head", difference)
+        last = "the MTP block or the head" if config.mtp.depth else "the head"
+        where, by = first_divergence(reference, outputs) or (last, difference)
         raise VerificationError(
             f"the {target} export computes something else: logits differ by {difference:.1e} "
             f"(allowed {TOLERANCE * scale:.1e}), KL {divergence:.1e} nats/token; the first "
             f"output that differs is that of {where}, by {by:.1e}"
         )
-    return Verification(transformers.__version__, logits[..., 0].numel(), difference, divergence)
+    return Verification(transformers.__version__, reference.ids.numel(), difference, divergence)
+
+
+def _exported_logits(model: Any, target: str, ids: Tensor, depth: int) -> list[Tensor]:
+    """Logits of every prediction depth; those of depth k lack their last k positions in a native
+    class."""
+    drafts = depth > 0 and target != CUSTOM_TARGET
+    output = model(input_ids=ids, output_hidden_states=drafts)
+    found = [output.logits]
+    if depth and not drafts:
+        found += model.depth_logits(ids)[1:]
+    elif drafts:
+        layers = importlib.import_module("transformers.modeling_layers")
+        draft = layers.MtpModel.from_pretrained(model)
+        positions = torch.arange(1, ids.shape[1])[None]
+        hidden = output.hidden_states[-1][:, :-1]
+        hidden = draft.forward_layer(0, hidden, positions, None, input_ids=ids[:, 1:])
+        found.append(model.lm_head(hidden))
+    return [logits.float() for logits in found]
 
 
 def first_divergence(reference: Reference, outputs: dict[str, Tensor]) -> tuple[str, float] | None:
-    """(module, largest difference) of the first module, in order of execution, that differs."""
+    """(module, largest difference) of the first module, in order of execution, that differs.  The
+    MTP block of a native class belongs to another model and is not looked at."""
     for name, expected in reference.outputs.items():
+        if name not in outputs and name.startswith("mtp"):
+            continue
         if name not in outputs or outputs[name].numel() != expected.numel():
             return name, float("inf")
         difference = (outputs[name].flatten() - expected.flatten()).abs().max().item()
@@ -117,7 +154,7 @@ def first_divergence(reference: Reference, outputs: dict[str, Tensor]) -> tuple[
 
 @contextlib.contextmanager
 def recorded(model: nn.Module, name_of: Callable[[str], str | None]) -> Iterator[dict[str, Tensor]]:
-    """Collect, in order, the output of every module that owns weights and that has a name."""
+    """Collect, in order, the first output of every module that owns weights and has a name."""
     outputs: dict[str, Tensor] = {}
     handles = []
     for path, module in model.named_modules():
@@ -133,13 +170,14 @@ def recorded(model: nn.Module, name_of: Callable[[str], str | None]) -> Iterator
 
 def _saver(outputs: dict[str, Tensor], name: str) -> Callable[..., None]:
     def save(module: nn.Module, arguments: Any, output: Any) -> None:
-        outputs[name] = output.detach().float()
+        if name not in outputs:
+            outputs[name] = output.detach().float()
 
     return save
 
 
-def _hf_module(name: str, target: str) -> str:
-    return to_hf(f"{name}.weight", target).removesuffix(".weight")
+def _hf_module(name: str, target: str, config: ModelConfig) -> str:
+    return to_hf(f"{name}.weight", target, config).removesuffix(".weight")
 
 
 def _load(transformers: Any, folder: Path, target: str) -> nn.Module:

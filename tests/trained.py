@@ -38,7 +38,7 @@ def tiny_model(config: ModelConfig, seed: int = 0) -> Transformer:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
             if parameter.dim() == 1 and name.endswith("weight"):
                 parameter.add_(1.0)
-            if name in ("embedding.weight", "head.weight"):
+            if name.endswith("embedding.weight") or name == "head.weight":
                 parameter[config.vocab_size :] = 0
     return model.eval()
 

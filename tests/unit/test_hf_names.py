@@ -58,8 +58,9 @@ def test_native_names_and_shapes_are_those_of_transformers(case: str) -> None:
         )
         ours = Transformer(config)
     wanted = {name: tuple(p.shape) for name, p in theirs.named_parameters()}
-    assert {to_hf(n, target): tuple(p.shape) for n, p in ours.named_parameters()} == wanted
-    assert {from_hf(name, target) for name in wanted} == {n for n, _ in ours.named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in ours.named_parameters()}
+    assert {to_hf(name, target, config): shape for name, shape in shapes.items()} == wanted
+    assert {from_hf(name, target, config) for name in wanted} == set(shapes)
 
 
 @pytest.mark.parametrize("target", [*NATIVE_TARGETS, "custom"])
@@ -67,21 +68,23 @@ def test_names_go_both_ways(target: str) -> None:
     names = [
         ours.replace("*", layer) for ours, _ in hf_names.NATIVE_NAMES for layer in "0 17".split()
     ]
-    assert [from_hf(to_hf(name, target), target) for name in names] == names
-    assert len({to_hf(name, target) for name in names}) == len(set(names))
+    config = tiny_config()
+    exported = [to_hf(name, target, config) for name in names]
+    assert [from_hf(name, target, config) for name in exported] == names
+    assert len(set(exported)) == len(set(names))
 
 
 @pytest.mark.parametrize("name", ["blocks.0.router.weight", "blocks.weight", "mtp.0.head.weight"])
 def test_a_tensor_without_a_native_name_is_an_error(name: str) -> None:
     with pytest.raises(ValueError, match="no name in a llama model"):
-        to_hf(name, "llama")
+        to_hf(name, "llama", tiny_config())
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.gate.weight", "model.rotary.inv_freq"])
 def test_a_foreign_tensor_is_an_error(name: str) -> None:
     for target in ("llama", "custom"):
         with pytest.raises(ValueError, match="no tensor that"):
-            from_hf(name, target)
+            from_hf(name, target, tiny_config())
 
 
 @pytest.mark.parametrize(
