@@ -127,33 +127,15 @@ def _make(
     request: Request, work: Path, workers: int, say: Callable[[str], None], progress: Progress
 ) -> Path:
     """Fill the work folder up to its `final` folder, which is then ready to be published."""
-    job = Job(request.identity(), [corpus.fingerprint(path) for path in request.files])
-    size = sum(source.bytes for source in job.sources)
-    say(f"corpus: {len(request.files)} files, {size:,} bytes")
-    shards = work / "shards"
-    before = Job.load(work / "job.json")
-    if before is not None and before.same_contents(job):
-        say(f"continuing an interrupted run: {len(list(shards.glob('*.npy')))} shards are finished")
-    else:
-        _clear(work)
-        shards.mkdir()
-        write_atomic(work / "job.json", job.encode())
-    tokenizer = _tokenizer(request, work, workers, size)
+    job = _begin(request, work, say)
+    tokenizer = _tokenizer(request, work, workers, _size(job))
     say(
         f"tokenizer: {tokenizer.name}, vocabulary {tokenizer.vocab_size:,}, "
         f"end of text {tokenizer.eos_id}"
     )
-    settings = ShardSettings(str(work / "tokenizer"), str(shards), request.append_eos, request.seed)
-    plain = all(path.suffix in (".txt", ".text", ".md") for path in request.files)
-    with progress(size if plain else None) as advance:
-        count, empty = encode_corpus(request.files, request.read, settings, workers, advance)
-    if count == 0:
-        raise PrepareError(f"the corpus holds no text ({empty:,} empty documents)")
-    dtype = token_dtype(tokenizer.vocab_size)
-    tokens, records = gather(shards, count, dtype)
+    tokens, records, empty = _encode(job, request, work, workers, progress, tokenizer.vocab_size)
     if empty:
         say(f"{empty:,} empty documents were left out")
-
     final = work / "final"
     shutil.rmtree(final, ignore_errors=True)
     final.mkdir()
@@ -164,42 +146,97 @@ def _make(
         say(f"note: {warning}")
     starts = np.cumsum(records["tokens"]) - records["tokens"]
     for split in SPLITS:
-        in_validation = records["hash"] < np.uint64(threshold)
-        chosen = in_validation if split == "validation" else ~in_validation
-        documents = np.flatnonzero(chosen & (records["tokens"] > 0))
-        if not len(documents):
+        order = _order(records, threshold, request.seed, split)
+        if not len(order):
             continue
-        order = documents[permute(np.arange(len(documents)), len(documents), (request.seed, split))]
-        files = _write_split(final / split, dtype, tokens, starts[order], records[order])
-        manifest = Manifest(
-            documents=len(order),
-            tokens=int(records["tokens"][order].sum()),
-            text_bytes=int(records["bytes"][order].sum()),
-            dtype=dtype.name,
-            append_eos=request.append_eos,
-            tokenizer=tokenizer.describe(),
-            files=files,
-            sources=[
-                {"path": source.path, "bytes": source.bytes, "sha256": source.sha256}
-                for source in job.sources
-            ],
-            split={
-                "name": split,
-                "fraction": request.validation_fraction,
-                "seed": request.seed,
-                "empty_documents": empty,
-            },
-            reference_bits_per_byte=(
-                corpus.reference_bits_per_byte(texts["train"], texts["validation"])
-                if split == "validation" and all(texts.values())
-                else None
-            ),
-        )
+        files = _write_split(final / split, tokens, starts[order], records[order])
+        manifest = _manifest(request, job, tokenizer, split, records[order], files, empty, texts)
         manifest.save(final / split)
         say(describe(split, manifest))
     tokenizer.save(final)
     write_atomic(final / "prepare.json", job.encode())
     return final
+
+
+def _begin(request: Request, work: Path, say: Callable[[str], None]) -> Job:
+    """Read the sources' hashes; keep what an interrupted run of the same job left, and no other."""
+    job = Job(request.identity(), [corpus.fingerprint(path) for path in request.files])
+    say(f"corpus: {len(request.files)} files, {_size(job):,} bytes")
+    shards = work / "shards"
+    before = Job.load(work / "job.json")
+    if before is not None and before.same_contents(job):
+        say(f"continuing an interrupted run: {len(list(shards.glob('*.npy')))} shards are finished")
+    else:
+        _clear(work)
+        shards.mkdir()
+        write_atomic(work / "job.json", job.encode())
+    return job
+
+
+def _size(job: Job) -> int:
+    return sum(source.bytes for source in job.sources)
+
+
+def _encode(
+    job: Job, request: Request, work: Path, workers: int, progress: Progress, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """All tokens in corpus order, a record for each document, and how many were empty."""
+    shards = work / "shards"
+    settings = ShardSettings(str(work / "tokenizer"), str(shards), request.append_eos, request.seed)
+    plain = all(path.suffix in (".txt", ".text", ".md") for path in request.files)
+    with progress(_size(job) if plain else None) as advance:
+        count, empty = encode_corpus(request.files, request.read, settings, workers, advance)
+    if count == 0:
+        raise PrepareError(f"the corpus holds no text ({empty:,} empty documents)")
+    tokens, records = gather(shards, count, token_dtype(vocab_size))
+    return tokens, records, empty
+
+
+def _order(records: np.ndarray, threshold: int, seed: int, split: str) -> np.ndarray:
+    """The documents of a split, shuffled."""
+    in_validation = records["hash"] < np.uint64(threshold)
+    chosen = in_validation if split == "validation" else ~in_validation
+    documents = np.flatnonzero(chosen & (records["tokens"] > 0))
+    if not len(documents):
+        return documents
+    return documents[permute(np.arange(len(documents)), len(documents), (seed, split))]
+
+
+def _manifest(
+    request: Request,
+    job: Job,
+    tokenizer: TextTokenizer,
+    split: str,
+    records: np.ndarray,
+    files: dict[str, dict[str, Any]],
+    empty: int,
+    texts: dict[str, list[str]],
+) -> Manifest:
+    measured = split == "validation" and all(texts.values())
+    return Manifest(
+        documents=len(records),
+        tokens=int(records["tokens"].sum()),
+        text_bytes=int(records["bytes"].sum()),
+        dtype=token_dtype(tokenizer.vocab_size).name,
+        append_eos=request.append_eos,
+        tokenizer=tokenizer.describe(),
+        files=files,
+        sources=[
+            {"path": source.path, "bytes": source.bytes, "sha256": source.sha256}
+            for source in job.sources
+        ],
+        split={
+            "name": split,
+            "fraction": request.validation_fraction,
+            "seed": request.seed,
+            "empty_documents": empty,
+        },
+        reference_bits_per_byte=(
+            corpus.reference_bits_per_byte(texts["train"], texts["validation"])
+            if measured
+            else None
+        ),
+    )
 
 
 def describe(split: str, manifest: Manifest) -> str:
@@ -290,12 +327,12 @@ def _reference_texts(request: Request, threshold: int) -> dict[str, list[str]]:
 
 
 def _write_split(
-    prefix: Path, dtype: np.dtype, tokens: np.ndarray, starts: np.ndarray, records: np.ndarray
+    prefix: Path, tokens: np.ndarray, starts: np.ndarray, records: np.ndarray
 ) -> dict[str, dict[str, Any]]:
     """Write documents in the given order; returns the manifest's file list."""
     lengths = records["tokens"]
     ends = np.cumsum(lengths)
-    with IndexedWriter(prefix, dtype) as writer:
+    with IndexedWriter(prefix, tokens.dtype) as writer:
         first = 0
         while first < len(lengths):
             written = int(ends[first - 1]) if first else 0
