@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,6 +31,19 @@ def _is_file_name(setting: str) -> bool:
     if "=" in setting:  # a path may hold one too, as in runs/lr=1/config.yaml
         return Path(setting).is_file()
     return setting.endswith((".yaml", ".yml")) or Path(setting).exists()
+
+
+def exit_code_of(command: Callable[[], None], interrupted: str = "interrupted") -> int:
+    """Run a command of one process: 0, 2 after its ``error:`` line, 130 after Ctrl-C."""
+    try:
+        command()
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return 130
+    return 0
 
 
 def report(error: Exception) -> int:

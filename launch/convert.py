@@ -8,7 +8,7 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 import argparse
 
-from launch._command import Parser
+from launch._command import Parser, exit_code_of
 from pretrain import export, import_hf
 
 EXAMPLES = """\
@@ -110,12 +110,7 @@ def run(argv: list[str] | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        run(argv)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code_of(lambda: run(argv))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import argparse
 import torch
 
 from data_tools.tokenizers import TextTokenizer, load_tokenizer
-from launch._command import Parser
+from launch._command import Parser, exit_code_of
 from models.decoding import Sampling, generate
 from pretrain.trained import TrainedModel, build_model, open_trained
 
@@ -122,12 +122,7 @@ def run(argv: list[str] | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        run(argv)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code_of(lambda: run(argv))
 
 
 if __name__ == "__main__":

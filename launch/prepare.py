@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 from data_tools import corpus, dataset, indexed, packing, tokenizers
 from data_tools.request import PrepareError, Request, status
-from launch._command import Parser
+from launch._command import Parser, exit_code_of
 
 EXAMPLES = """\
 examples:
@@ -198,15 +198,7 @@ def run(argv: list[str] | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        run(argv)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted: the same command continues from here", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code_of(lambda: run(argv), "interrupted: the same command continues from here")
 
 
 if __name__ == "__main__":
