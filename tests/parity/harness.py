@@ -55,7 +55,8 @@ class Case:
     sabotage: Callable[[Engine], None] | None = None
 
     def reference(self) -> Case:
-        return replace(self, world=1, parallel=ParallelConfig(), micro_batches=1, sabotage=None, placement=None)
+        alone = replace(self, world=1, parallel=ParallelConfig(), micro_batches=1)
+        return replace(alone, sabotage=None, placement=None)
 
 
 def global_batch(case: Case, step: int = 0) -> tuple[Tensor, Tensor]:
