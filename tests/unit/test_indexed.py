@@ -1,8 +1,13 @@
 """Megatron `.bin`/`.idx` files: bytes equal to the real package's, and no silent damage."""
 
+import importlib
+import os
 import pickle
 import struct
+import sys
+import warnings
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -42,6 +47,28 @@ def read_with_struct(prefix: Path) -> tuple[int, list[list[int]], tuple[int, ...
     )
 
 
+MEGATRON = "megatron.core.datasets.indexed_dataset"
+
+
+def megatron_datasets() -> ModuleType:
+    """The real package: it must be there where the installation asked for its extra."""
+    if "megatron" in os.environ.get("EXTRAS", "").split(","):
+        with warnings.catch_warnings(action="ignore"):  # as importorskip does
+            return importlib.import_module(MEGATRON)
+    module: ModuleType = pytest.importorskip(MEGATRON, reason="needs the megatron extra")
+    return module
+
+
+def test_the_real_package_is_not_skipped_where_it_was_asked_for(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, MEGATRON, None)  # as if it were not installed
+    monkeypatch.setenv("EXTRAS", "hf,dev,megatron")
+    with pytest.raises(ModuleNotFoundError):
+        megatron_datasets()
+    monkeypatch.setenv("EXTRAS", "hf,dev")
+    with pytest.raises(pytest.skip.Exception):
+        megatron_datasets()
+
+
 @pytest.mark.parametrize("dtype, code", [(np.uint16, 8), (np.int32, 4), (np.int64, 5)])
 def test_independent_reader_finds_what_was_written(tmp_path: Path, dtype: type, code: int) -> None:
     write(tmp_path / "d", DOCUMENTS, dtype)
@@ -54,9 +81,7 @@ def test_independent_reader_finds_what_was_written(tmp_path: Path, dtype: type, 
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron")
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32])
 def test_bytes_equal_megatron_core_both_ways(tmp_path: Path, dtype: type) -> None:
-    megatron = pytest.importorskip(
-        "megatron.core.datasets.indexed_dataset", reason="the megatron extra is not installed"
-    )
+    megatron = megatron_datasets()
     import torch
 
     write(tmp_path / "ours", DOCUMENTS, dtype)
@@ -80,9 +105,7 @@ def test_bytes_equal_megatron_core_both_ways(tmp_path: Path, dtype: type) -> Non
 def test_megatron_documents_of_several_sequences_and_of_none(tmp_path: Path) -> None:
     # Sentence-split files have several sequences per document; an empty text leaves a document
     # without any. Boundaries must follow documents, and an empty one must not shift the rest.
-    megatron = pytest.importorskip(
-        "megatron.core.datasets.indexed_dataset", reason="the megatron extra is not installed"
-    )
+    megatron = megatron_datasets()
     import torch
 
     builder = megatron.IndexedDatasetBuilder(str(tmp_path / "m.bin"), dtype=np.int32)
