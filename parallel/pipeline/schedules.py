@@ -1,20 +1,41 @@
 """Pipeline schedules: the order of compute actions on every rank.
 
-A schedule is one function ``(placement, num_microbatches) -> compute orders`` registered by name;
-transfers and parameter actions are added by ``lowering``.  In every schedule both the forward and
-the backward actions of a stage go through the micro-batches in increasing order, so that losses
-and gradients accumulate in the same order under every schedule.
+A schedule is one function ``(placement, num_microbatches, conditions) -> compute orders``
+registered by name; transfers and parameter actions are added by ``lowering``.  In every schedule
+both the forward and the backward actions of a stage go through the micro-batches in increasing
+order, so that losses and gradients accumulate in the same order under every schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from parallel.pipeline.actions import Action, B, F, Kind, Orders, Schedule
+from parallel.pipeline.actions import Action, B, F, I, Kind, Orders, Schedule, W
+from parallel.pipeline.building_block import building_blocks
+from parallel.pipeline.checker import peak_in_flight
+from parallel.pipeline.cost import INSTANT, CostTable, Network, UnitCost
 from parallel.pipeline.lowering import lower
-from parallel.pipeline.units import Placement, lookup
+from parallel.pipeline.program import Execution, Program, Step
+from parallel.pipeline.units import HEAD, Placement, lookup
 
-Generator = Callable[[Placement, int], Orders]
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a schedule may be fitted to.  costs: None for blocks of one unit of time, backward twice
+    that, and a head like a block.  max_in_flight: the most (stage, micro-batch) pairs between
+    forward and backward, for every rank or for each."""
+
+    costs: CostTable | None = None
+    network: Network = INSTANT
+    max_in_flight: int | Sequence[int] | None = None
+
+    def limits(self, num_ranks: int) -> Sequence[int] | None:
+        limit = self.max_in_flight
+        return [limit] * num_ranks if isinstance(limit, int) else limit
+
+
+Generator = Callable[[Placement, int, Conditions], Orders]
 SCHEDULES: dict[str, Generator] = {}
 
 
@@ -33,6 +54,7 @@ def make_schedule(
     name: str,
     placement: Placement,
     num_microbatches: int,
+    conditions: Conditions = Conditions(),
     *,
     sharded: bool = False,
     reshard_between: bool = False,
@@ -43,10 +65,7 @@ def make_schedule(
     ``ValueError`` for an unknown name, for fewer than one micro-batch, and for a placement that
     the schedule cannot run.
     """
-    generator = lookup("pipeline schedule", SCHEDULES, name)
-    if num_microbatches < 1:
-        raise ValueError(f"{num_microbatches} micro-batches given: at least one is needed")
-    orders = generator(placement, num_microbatches)
+    orders = compute_orders(name, placement, num_microbatches, conditions)
     return lower(
         name,
         placement,
@@ -56,6 +75,16 @@ def make_schedule(
         reshard_between=reshard_between,
         step=step,
     )
+
+
+def compute_orders(
+    name: str, placement: Placement, num_microbatches: int, conditions: Conditions
+) -> Orders:
+    """A registered schedule's compute actions per rank; ``ValueError`` as ``make_schedule``."""
+    generator = lookup("pipeline schedule", SCHEDULES, name)
+    if num_microbatches < 1:
+        raise ValueError(f"{num_microbatches} micro-batches given: at least one is needed")
+    return generator(placement, num_microbatches, conditions)
 
 
 def forward_schedule(schedule: Schedule) -> Schedule:
@@ -81,7 +110,7 @@ def _warm_up(forward: list[Action], backward: list[Action], ahead: int) -> list[
 
 
 @register("gpipe")
-def gpipe(placement: Placement, num_microbatches: int) -> Orders:
+def gpipe(placement: Placement, num_microbatches: int, _: Conditions) -> Orders:
     """All forward actions, then all backward ones; any number of stages per rank."""
     orders = []
     for rank in range(placement.num_ranks):
@@ -92,15 +121,19 @@ def gpipe(placement: Placement, num_microbatches: int) -> Orders:
     return orders
 
 
-@register("1f1b")
-def one_forward_one_backward(placement: Placement, num_microbatches: int) -> Orders:
-    """One stage per rank; stage s of S keeps at most S − s micro-batches in flight."""
+def _require_one_stage_per_rank(name: str, placement: Placement) -> None:
     for rank in range(placement.num_ranks):
         if len(placement.stages_of(rank)) > 1:
             raise ValueError(
-                f"schedule 1f1b needs one stage per rank, but rank {rank} holds stages "
-                f"{list(placement.stages_of(rank))}; use 'interleaved' or 'gpipe'"
+                f"schedule {name} needs one stage per rank, but rank {rank} holds stages "
+                f"{list(placement.stages_of(rank))}; use 'adahc', 'interleaved' or 'gpipe'"
             )
+
+
+@register("1f1b")
+def one_forward_one_backward(placement: Placement, num_microbatches: int, _: Conditions) -> Orders:
+    """One stage per rank; stage s of S keeps at most S − s micro-batches in flight."""
+    _require_one_stage_per_rank("1f1b", placement)
     orders = []
     for rank in range(placement.num_ranks):
         (stage,) = placement.stages_of(rank)
@@ -127,7 +160,7 @@ def microbatch_groups(num_microbatches: int, num_ranks: int) -> list[range]:
 
 
 @register("interleaved")
-def interleaved(placement: Placement, num_microbatches: int) -> Orders:
+def interleaved(placement: Placement, num_microbatches: int, _: Conditions) -> Orders:
     """Interleaved 1F1B: stage s on rank s mod P, V stages per rank, any number of micro-batches.
 
     The bubble is (P − 1)/V forward and backward times of a rank when P divides the number of
@@ -151,3 +184,96 @@ def interleaved(placement: Placement, num_microbatches: int) -> Orders:
             ahead = 2 * ahead + (virtual - 1) * len(groups[0])
         orders.append(_warm_up(forward, backward, ahead))
     return orders
+
+
+@register("zb_h1")
+def zero_bubble(placement: Placement, num_microbatches: int, _: Conditions) -> Orders:
+    """1F1B with the weight gradients split off; one stage per rank.
+
+    Stage s computes the weight gradients of a micro-batch s micro-batches after its input
+    gradients, which the earlier stage waits for: a third of the bubble of 1F1B where forward, input
+    and weight gradients take the same time.  No stage keeps more micro-batches than the first one.
+    """
+    _require_one_stage_per_rank("zb_h1", placement)
+    orders = []
+    for rank in range(placement.num_ranks):
+        (stage,) = placement.stages_of(rank)
+        forward = [Action(F, stage, mb) for mb in range(num_microbatches)]
+        inputs = [Action(I, stage, mb) for mb in range(num_microbatches)]
+        order = []
+        for action in _warm_up(forward, inputs, placement.num_stages - stage - 1):
+            order.append(action)
+            if action.kind is I and action.microbatch >= stage:
+                order.append(Action(W, stage, action.microbatch - stage))
+        rest = range(max(0, num_microbatches - stage), num_microbatches)
+        orders.append(order + [Action(W, stage, mb) for mb in rest])
+    return orders
+
+
+@register("adahc")
+def adahc(placement: Placement, num_microbatches: int, conditions: Conditions) -> Orders:
+    """The fastest of periodic schedules built from one micro-batch, and of 1F1B and interleaved
+    1F1B where these fit: for any placement, head-only stages in particular.
+
+    ``ValueError`` when no schedule keeps to the limits in flight.
+    """
+    return _fastest(placement, num_microbatches, conditions, split=False)
+
+
+@register("adahc_zb")
+def adahc_zero_bubble(
+    placement: Placement, num_microbatches: int, conditions: Conditions
+) -> Orders:
+    """The same with weight gradients as actions of their own, which fill idle time."""
+    return _fastest(placement, num_microbatches, conditions, split=True)
+
+
+MOST_BLOCKS = 2  # periods whose schedules are run in full
+
+
+def _fastest(
+    placement: Placement, num_microbatches: int, conditions: Conditions, split: bool
+) -> Orders:
+    """The least makespan; where equal, the fewest micro-batches in flight."""
+    heads = [stage for stage, alone in enumerate(placement.head_only) if alone]
+    costs = conditions.costs or nominal_costs(placement)
+    program = Program(placement, costs, conditions.network, heads if split else ())
+    limits = conditions.limits(placement.num_ranks)
+    found = []
+    for number, orders in enumerate(_candidates(program, num_microbatches, limits, split)):
+        actions = [[Action(op.kind, op.stage, mb) for op, mb in order] for order in orders]
+        peaks = [peak_in_flight(order) for order in actions]
+        if limits is None or all(peak <= limit for peak, limit in zip(peaks, limits)):
+            found.append((Execution(program, orders).makespan, max(peaks), number, actions))
+    if not found:
+        raise ValueError(
+            f"no schedule keeps at most {limits} micro-batches in flight on the ranks of this "
+            "placement; allow more"
+        )
+    least = min(makespan for makespan, *_ in found)
+    near = [candidate for candidate in found if candidate[0] <= least * (1 + 1e-9)]
+    return min(near, key=lambda candidate: candidate[1:3])[3]
+
+
+def _candidates(
+    program: Program, count: int, limits: Sequence[int] | None, split: bool
+) -> Iterable[list[list[Step]]]:
+    placement = program.placement
+    for generator in (zero_bubble,) if split else (one_forward_one_backward, interleaved):
+        try:
+            orders = generator(placement, count, Conditions())
+        except ValueError:
+            continue
+        yield program.steps(orders)
+    ranks = placement.num_ranks
+    blocks = building_blocks(program, count, split=split, max_in_flight=limits)
+    for block in blocks[:MOST_BLOCKS]:
+        for ahead in sorted({0, 1, 2, ranks // 2, ranks}):
+            yield block.orders(ranks, count, ahead)
+
+
+def nominal_costs(placement: Placement) -> CostTable:
+    """Blocks of one unit of time, a whole head like a block, backward twice forward."""
+    chunks = max((unit.chunk for unit in placement.units if unit.kind == HEAD), default=0) + 1
+    block, free = UnitCost(1, 2), UnitCost()
+    return CostTable({"E": free, "t": block, "n": free, "m": block, "h": block.divided(chunks)})

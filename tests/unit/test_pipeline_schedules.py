@@ -25,6 +25,9 @@ from parallel.pipeline.schedules import (
 from parallel.pipeline.units import Placement, model_units
 
 
+ONE_STAGE = ("1f1b", "zb_h1")  # schedules that need one stage per rank
+
+
 def chain(ranks: int, virtual: int = 1, layers: int | None = None) -> Placement:
     """A chain of stages with one block each; further blocks pile up on the first stage."""
     stages = ranks * virtual
@@ -40,14 +43,14 @@ def requests(draw: st.DrawFn) -> tuple[str, Placement, int]:
     """Any schedule with a placement it supports: uneven stages, any number of micro-batches."""
     ranks = draw(st.integers(1, 8))
     name = draw(st.sampled_from(sorted(SCHEDULES)))
-    virtual = 1 if name == "1f1b" else draw(st.integers(1, 3))
+    virtual = 1 if name in ONE_STAGE else draw(st.integers(1, 3))
     stages = ranks * virtual
     depth = draw(st.integers(0, 2))
     units = model_units(draw(st.integers(max(1, stages - 3), stages + 5)), depth, 2)
     stages = min(stages, len(units))
     if name == "interleaved":
         stages -= stages % ranks
-    if stages < ranks or (name == "1f1b" and stages != ranks):
+    if stages < ranks or (name in ONE_STAGE and stages != ranks):
         ranks = stages = 1
     cuts = sorted(draw(st.permutations(range(1, len(units))))[: stages - 1])
     bounds = [0, *cuts, len(units)]
