@@ -23,6 +23,7 @@ from models.transformer import Transformer
 from .apply import sharded_units
 from .pipeline.units import HEAD, Placement, Unit
 from .ports import Port, Wiring, deliver, select_rows, stage_wiring
+from .split import Late, WeightGradients, reduce_now
 
 _NAMES = {"E": "embedding", "t": "blocks.{}", "n": "final_norm", "m": "mtp.{}", "h": "head"}
 
@@ -60,8 +61,13 @@ class ShardedWeights:
 
     def __init__(self, model: Transformer, reshard: bool) -> None:
         self.model, self.reshard_each_time = model, reshard
+        self.later = WeightGradients()
         self._left: dict[FSDPModule, dict[int, int]] = {}
         self._holders: dict[FSDPModule, set[int]] = {}
+
+    def forget(self) -> None:
+        """The stages changed: expect nothing of them."""
+        self._left.clear()
 
     def expect(self, roots: Sequence[FSDPModule], stage: int, backwards: int) -> None:
         """``stage`` will run ``backwards`` backward passes through these roots."""
@@ -78,6 +84,19 @@ class ShardedWeights:
             root.set_requires_gradient_sync(now)
             root.set_is_last_backward(last)
             root.set_reshard_after_backward(now)
+
+    def before_input_gradients(self, roots: Sequence[FSDPModule]) -> None:
+        """Weight gradients follow in an action of their own: nothing is complete before it."""
+        for root in roots:
+            root.set_requires_gradient_sync(False)
+            root.set_is_last_backward(False)
+            root.set_reshard_after_backward(False)
+
+    def after_weight_gradients(self, roots: Sequence[FSDPModule], stage: int) -> None:
+        for root in roots:
+            self._left[root][stage] -= 1
+            if not any(self._left[root].values()):
+                reduce_now(root)
 
     def unshard(self, roots: Sequence[FSDPModule], stage: int) -> None:
         for root in roots:
@@ -131,6 +150,7 @@ class Stage:
         self.sums: dict[str, Tensor] = {}
         self.total: Tensor | None = None
         self._saved: dict[int, _Saved] = {}
+        self._late: dict[int, Late] = {}
         self._backwards = 0
         self.weights.expect(self.roots, self.number, len(self.micro_batches))
 
@@ -210,6 +230,23 @@ class Stage:
         given = [None] * len(saved.totals) + list(_many(grad_output))
         torch.autograd.backward(saved.totals + saved.outputs, given)
         return _few([_gradient(tensor) for tensor in saved.inputs])
+
+    def backward_input(
+        self, index: int, grad_output: Tensor | Sequence[Tensor] | None
+    ) -> Tensor | tuple[Tensor, ...] | None:
+        """As ``backward``, but linear maps keep what their weight gradients are made of."""
+        saved = self._saved.pop(index)
+        self.weights.before_input_gradients(self.roots)
+        given = [None] * len(saved.totals) + list(_many(grad_output))
+        with self.weights.later.collect() as self._late[index]:
+            torch.autograd.backward(saved.totals + saved.outputs, given)
+        return _few([_gradient(tensor) for tensor in saved.inputs])
+
+    def backward_weight(self, index: int) -> None:
+        """The weight gradients that ``backward_input`` left over."""
+        self._backwards += 1
+        self.weights.later.add(self._late.pop(index))
+        self.weights.after_weight_gradients(self.roots, self.number)
 
     def head(
         self, index: int, x: Tensor | Sequence[Tensor] | None

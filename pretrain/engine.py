@@ -16,14 +16,15 @@ from models.transformer import Transformer, logical_name
 from parallel.apply import BuildOptions, ParallelModel, build_parallel_model
 from parallel.gradients import reduce_gradients, zero_gradients
 from parallel.mesh import Mesh, ParallelConfig
-from parallel.pipeline.actions import Schedule
+from parallel.pipeline.actions import Kind, Schedule
 from parallel.pipeline.checker import check_schedule
 from parallel.pipeline.cost import CostTable, UnitCost
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.links import Links, create_links
 from parallel.pipeline.planner import PlanRequest, make_placement
 from parallel.pipeline.schedules import make_schedule
-from parallel.pipeline.units import BLOCK, Placement, Unit, model_units
+from parallel.pipeline.units import Placement, Unit, model_units
+from parallel.split import split_linear_maps
 from parallel.stage import MicroBatch, ShardedWeights, Stage, unit_name
 
 from .objectives.base import Objective
@@ -68,19 +69,20 @@ def plan_placement(
     return make_placement(pipeline.planner if parallel.pp > 1 else "balanced", request)
 
 
+def rank_units(placement: Placement, rank: int) -> set[str]:
+    """Names of the units of one pipeline rank."""
+    stages = placement.stages_of(rank)
+    return {unit_name(unit) for stage in stages for unit in placement.stages[stage]}
+
+
 def shared_hosts(config: ModelConfig, placement: Placement) -> dict[str, tuple[int, ...]]:
     """Pipeline ranks that hold each parameter, for those with several: vocabulary matrices that
     heads and multi-token-prediction blocks share, and a block that is repeated."""
     hosts: dict[str, list[int]] = {}
     for rank in range(placement.num_ranks):
-        units = {
-            unit_name(unit)
-            for stage in placement.stages_of(rank)
-            for unit in placement.stages[stage]
-            if unit.kind != BLOCK
-        }
-        with torch.device("meta"):
-            part = Transformer(config, units)
+        units = rank_units(placement, rank)
+        with torch.device("meta"):  # blocks are on one rank each
+            part = Transformer(config, [u for u in units if not u.startswith("blocks.")])
         for name in {logical_name(name, config) for name, _ in part.named_parameters()}:
             hosts.setdefault(name, []).append(rank)
     return {name: tuple(ranks) for name, ranks in sorted(hosts.items()) if len(ranks) > 1}
@@ -107,12 +109,27 @@ class Engine:
     ) -> None:
         self.model = model
         self.parallel = parallel
+        self.compute_dtype = compute_dtype
+        self.weights = ShardedWeights(model.part, parallel.reshard_after_forward)
+        self._links: Links | None = None
+        self.place(placement)
+        if any(a.kind is Kind.BACKWARD_INPUT for order in self._schedule(1).actions for a in order):
+            split_linear_maps(model.part, self.weights.later)
+
+    def place(self, placement: Placement) -> None:
+        """Run this placement from the next step on; every rank calls it.
+
+        Each rank must hold the same weights as before: head chunks may move between ranks that
+        already have heads, everything else stays.
+        """
+        rank = self.model.mesh.rank("pp")
+        assert rank_units(placement, rank) == self.model.part.units, "a unit changed its rank"
         self.placement = placement
-        weights = ShardedWeights(model.part, parallel.reshard_after_forward)
         self.stages = {
-            number: Stage(weights, compute_dtype, placement, number)
-            for number in placement.stages_of(model.mesh.rank("pp"))
+            number: Stage(self.weights, self.compute_dtype, placement, number)
+            for number in placement.stages_of(rank)
         }
+        self.weights.forget()
         self._links = self._make_links()
         self._executors: dict[int, Executor] = {}
 
@@ -128,13 +145,14 @@ class Engine:
         assert mesh.device_mesh is not None
         pipelines = mesh.device_mesh.mesh.reshape(mesh.size("pp"), -1).T.tolist()
         timeout = timedelta(minutes=self.parallel.timeout_minutes)
-        return create_links(self._schedule(1), pipelines, mesh.device, timeout)
+        return create_links(self._schedule(1), pipelines, mesh.device, timeout, self._links)
 
     def executor(self, micro_batches: int) -> Executor:
         """The checked action lists for this number of micro-batches, prepared once."""
         if micro_batches not in self._executors:
             schedule = self._schedule(micro_batches)
             check_schedule(schedule)
+            assert self._links is not None
             timeout = 60 * self.parallel.timeout_minutes
             self._executors[micro_batches] = Executor(
                 schedule, self.stages, self._links, timeout=timeout
@@ -204,11 +222,6 @@ def build_engine(
     """Plan (unless a ``placement`` is given), build, shard and initialise this rank's part of the
     model."""
     placement = placement or plan_placement(config, parallel, sequence_length)
-    units = {
-        unit_name(unit)
-        for stage in placement.stages_of(mesh.rank("pp"))
-        for unit in placement.stages[stage]
-    }
-    hosts = shared_hosts(config, placement)
+    units, hosts = rank_units(placement, mesh.rank("pp")), shared_hosts(config, placement)
     model = build_parallel_model(config, parallel, mesh, options, units, hosts)
     return Engine(model, parallel, placement, options.compute_dtype or options.dtype)

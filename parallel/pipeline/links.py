@@ -21,12 +21,14 @@ Link = tuple[str, int, int]  # channel, sending and receiving rank of the pipeli
 
 @dataclass(frozen=True)
 class Links:
-    """This process's place in its pipeline (``ranks[rank]`` is its global rank) and its groups."""
+    """This process's place in its pipeline (``ranks[rank]`` is its global rank), its groups, and
+    every link that exists in the pipeline."""
 
     rank: int
     ranks: tuple[int, ...]
     groups: Mapping[Link, dist.ProcessGroup]
     device: torch.device
+    made: frozenset[Link] = frozenset()
 
 
 def create_links(
@@ -34,8 +36,10 @@ def create_links(
     pipelines: Sequence[Sequence[int]],
     device: torch.device | str = "cpu",
     timeout: timedelta = timedelta(minutes=10),
+    known: Links | None = None,
 ) -> Links:
     """Create and warm up every link of ``schedule``; collective over the default process group.
+    Links that ``known`` has (the same on every process) are kept and not made again.
 
     ``pipelines`` lists the global ranks of every pipeline (one per data-parallel replica), each in
     pipeline order; every process passes the same list.  The links also serve any schedule whose
@@ -49,16 +53,20 @@ def create_links(
         raise ValueError(f"rank {me} is in none of the pipelines {pipelines}")
     mine: tuple[int, ...] = ()
     groups: dict[Link, dist.ProcessGroup] = {}
+    made = frozenset() if known is None else known.made
     for pipeline in pipelines:
-        for channel, sender, receiver in schedule.links:
+        for channel, sender, receiver in (link for link in schedule.links if link not in made):
             pair = [pipeline[sender], pipeline[receiver]]
             group = dist.new_group(pair, timeout=timeout)
             if me in pair:
                 groups[channel, sender, receiver] = group
         if me in pipeline:
             mine = tuple(pipeline)
-    links = Links(mine.index(me), mine, groups, torch.device(device))
+    made = made.union(schedule.links)
+    links = Links(mine.index(me), mine, groups, torch.device(device), made)
     _warm_up(links)
+    if known is not None:
+        groups.update(known.groups)
     return links
 
 
