@@ -153,9 +153,17 @@ def newest(folder: Path) -> str:
     return max((path.name for path in folder.glob("step_*")), default="")
 
 
-MOVES = {
-    "tp2pp2-to-dp4": ({"tp": 2, "pp": 2}, {"dp": 4}),
-    "fsdp2-to-single": ({"fsdp": 2}, {"dp": 1}),
+INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2, "planner": "explicit"}
+MTP_PLANS = [
+    {"pp": 2, "pipeline": INTERLEAVED | {"layout": "E|t|tmm|L"}},  # heads beside the embedding
+    {"pp": 2, "pipeline": {"planner": "uniform"}},
+    {"dp": 1},
+]
+MOVES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
+    "tp2pp2-to-dp4": ([{"tp": 2, "pp": 2}, {"dp": 4}], {}),
+    "fsdp2-to-single": ([{"fsdp": 2}, {"dp": 1}], {}),
+    "mtp-plans": (MTP_PLANS, {"mtp": {"depth": 2}}),
+    "mtp-plans-tied": (MTP_PLANS, {"mtp": {"depth": 2}, "tie_embeddings": True}),
 }
 
 
@@ -164,11 +172,12 @@ def test_a_run_goes_on_under_another_layout(tmp_path: Path, move: str) -> None:
     """Killed under one layout, finished under another: the loss curve of one process."""
     tiny_dataset(tmp_path / "data")
     tree = tiny_config(tmp_path, steps=24, parallel={"dp": 1})
-    tree |= {"metrics": {"every": 1, "trackers": []}}
+    layouts, model = MOVES[move]
+    tree |= {"metrics": {"every": 1, "trackers": []}, "model": tree["model"] | model}
     finish({**tree, "name": "undisturbed"})
-    before, after = MOVES[move]
-    kill_after_a_checkpoint({**tree, "name": "moved", "parallel": before})
-    finish({**tree, "name": "moved", "parallel": after})
+    for layout in layouts[:-1]:
+        kill_after_a_checkpoint({**tree, "name": "moved", "parallel": layout})
+    finish({**tree, "name": "moved", "parallel": layouts[-1]})
     wanted, found = (
         [row["loss/train"] for row in read_metrics(tmp_path / "runs" / name / "metrics.jsonl")]
         for name in ("undisturbed", "moved")
