@@ -130,7 +130,11 @@ def _exported_logits(model: Any, target: str, ids: Tensor, depth: int) -> list[T
         found += model.depth_logits(ids)[1:]
     elif drafts:
         layers = importlib.import_module("transformers.modeling_layers")
-        draft = layers.MtpModel.from_pretrained(model)
+        try:
+            draft = layers.MtpModel.from_pretrained(model)
+        except Exception as error:  # whatever it is, the block does not load
+            text = f"transformers cannot load the MTP block: {error}"
+            raise VerificationError(text) from error
         positions = torch.arange(1, ids.shape[1])[None]
         hidden = output.hidden_states[-1][:, :-1]
         hidden = draft.forward_layer(0, hidden, positions, None, input_ids=ids[:, 1:])

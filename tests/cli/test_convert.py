@@ -222,6 +222,7 @@ def refuse(
         (["to-hf", "{made}/run", "{out}", "--max-shard-size=-5MB"], ["'-5MB'"]),
         (["to-hf", "{made}/run", "{made}/model"], ["model exists", "--force"]),
         (["to-hf", "{made}/run", "{out}", "--tokenizer", "{made}/post"], ["no such tokenizer"]),
+        (["to-hf", "{made}/run", "{out}", "--drop-mtp"], ["has no multi-token prediction"]),
         (["to-hf", "{made}/run"], ["required: OUT"]),
         (["to-hf", "{made}/run", "{out}", "--shards", "3"], ["unrecognized arguments"]),
         (["to-hfx", "a", "b"], ["invalid choice"]),

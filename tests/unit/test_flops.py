@@ -1,5 +1,6 @@
 """Parameter and FLOP counts against torch's own counter and against known numbers."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -19,6 +20,7 @@ from models.flops import (
     unit_sizes,
 )
 from models.losses import CrossEntropy
+from models.mtp import MTPConfig
 from models.norms import NORMS
 from models.positions import POSITIONS
 from models.transformer import Transformer, unit_names
@@ -87,13 +89,17 @@ def real_model(config: ModelConfig) -> Transformer:
 def counted(config: ModelConfig) -> tuple[int, int]:
     """FLOPs of the forward and of the backward pass, as torch counts them."""
     model = real_model(config)
+    assert model.head is not None
     ids = torch.randint(0, config.vocab_size, (BATCH, SEQUENCE))
+    context = SequenceContext(torch.arange(SEQUENCE))
     forward, backward = (FlopCounterMode(display=False) for _ in range(2))
     with sdpa_kernel(SDPBackend.MATH):  # the fused kernel for CPUs is not counted
         with forward:
-            logits = model.logits(ids)
+            hidden = model.depth_outputs(ids, context)
+            loss = sum(model.head.logits(y).sum() for y in hidden)
         with backward:
-            logits.sum().backward()
+            assert isinstance(loss, torch.Tensor)
+            loss.backward()
     return forward.get_total_flops(), backward.get_total_flops()
 
 
@@ -134,6 +140,48 @@ def test_flops_are_those_that_torch_counts(names: Any) -> None:
     assert forward == expected
     assert backward == 2 * expected
     assert training_flops_per_token(config, SEQUENCE) * BATCH * SEQUENCE == forward + backward
+
+
+MTP = [
+    {"depth": 1},
+    {"depth": 4, "embedding": "own", "input": "norm"},
+    {"depth": 3, "kind": "repeated", "embedding": "own"},
+    {"depth": 2, "kind": "parallel"},
+]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("mtp", MTP, ids=str)
+def test_multi_token_prediction_is_counted(mtp: dict[str, Any], tied: bool) -> None:
+    """Operations at every depth, parameters once; the shared embedding and head add none."""
+    plain = tiny("rms", "pre", "rope", "swiglu", tied)
+    config = replace(plain, mtp=MTPConfig(**mtp))
+    forward, backward = counted(config)
+    assert forward == BATCH * forward_flops(config, SEQUENCE)
+    assert backward == 2 * forward
+    model = Transformer(config)
+    padded = sum(
+        "embedding.weight" in name or "head" in name for name, _ in model.named_parameters()
+    )
+    stored = sum(p.numel() for p in model.parameters())
+    assert parameter_count(config) == stored - padded * (48 - 37) * 20
+    sizes, before = unit_sizes(config, SEQUENCE), unit_sizes(plain, SEQUENCE)
+    assert list(sizes) == unit_names(config)
+    assert {name: size for name, size in sizes.items() if not name.startswith("mtp")} == before
+    block, head = before["blocks.0"], before["head"]
+    chained = mtp.get("kind") != "parallel"
+    for depth in range(1, config.mtp.depth + 1):
+        unit, norm = sizes[f"mtp.{depth}"], sizes[f"mtp_norms.{depth}"]
+        assert unit.flops == block.flops + chained * 2 * (2 * 20 * 20) * SEQUENCE
+        if depth in config.mtp.modules:
+            own = 37 * 20 if "embedding" in mtp else 0
+            assert unit.parameters == block.parameters + chained * (2 * 20 * 20 + 2 * 20) + own
+        else:
+            assert unit.parameters == 0
+        assert norm.parameters == (20 if depth in config.mtp.modules else 0)
+        assert norm.flops == 0
+    added = config.mtp.depth * (sizes["mtp.1"].flops + head.flops)
+    assert forward_flops(config, SEQUENCE) == forward_flops(plain, SEQUENCE) + added
 
 
 @pytest.mark.parametrize("name", ["1m", "3m"])

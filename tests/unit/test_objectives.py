@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.config import ModelConfig
 from models.losses import IGNORE, CrossEntropy, ZLoss
+from models.mtp import MTPConfig
 from pretrain.objectives.base import OBJECTIVES, build_objective, count_labels
 from pretrain.objectives.causal import Causal
 
@@ -17,8 +19,12 @@ TOKENS = torch.tensor([[11, 12, 13, 14, 15, 16], [21, 22, 23, 24, 25, 26]])
 DOCUMENTS = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 0, 0, 0, -1, -1]])
 
 
-def batch(boundaries: Tensor | None = DOCUMENTS, **options: Any) -> Any:
-    return build_objective(Causal.Config(**options)).micro_batch(TOKENS, boundaries, range(2))
+def build(depth: int = 0, **options: Any) -> Any:
+    return build_objective(Causal.Config(**options), ModelConfig(mtp=MTPConfig(depth)))
+
+
+def batch(boundaries: Tensor | None = DOCUMENTS, depth: int = 0, **options: Any) -> Any:
+    return build(depth, **options).micro_batch(TOKENS, boundaries, range(2))
 
 
 def test_labels_are_the_next_tokens() -> None:
@@ -69,10 +75,96 @@ def test_counts_and_terms() -> None:
     assert count_labels([], "labels", IGNORE) == 0
 
 
+X = IGNORE
+
+
+def test_labels_further_ahead() -> None:
+    plain = batch(boundaries=None, depth=4).fields
+    assert list(plain) == ["labels", "labels_1", "labels_2", "labels_3", "labels_4"]
+    assert plain["labels_1"].tolist() == [[13, 14, 15, 16, X], [23, 24, 25, 26, X]]
+    assert plain["labels_2"].tolist() == [[14, 15, 16, X, X], [24, 25, 26, X, X]]
+    assert plain["labels_4"].tolist() == [[16, X, X, X, X], [26, X, X, X, X]]
+    assert all(field.is_contiguous() and field.dtype == torch.int64 for field in plain.values())
+    attend = batch(depth=2).fields  # padding is never predicted, boundaries are crossed
+    assert attend["labels_1"].tolist() == [[13, 14, 15, 16, X], [23, 24, X, X, X]]
+    assert attend["labels_2"].tolist() == [[14, 15, 16, X, X], [24, X, X, X, X]]
+
+
+def test_no_label_crosses_a_document() -> None:
+    masked = batch(depth=2, documents="mask").fields
+    assert masked["labels"].equal(batch(documents="mask").fields["labels"])
+    assert masked["labels_1"].tolist() == [[X, X, 15, X, X], [23, 24, X, X, X]]
+    assert masked["labels_2"].tolist() == [[X, X, X, X, X], [24, X, X, X, X]]
+    # the property itself, on random documents; without the mask it does not hold
+    g = torch.Generator().manual_seed(0)
+    documents = (torch.rand(8, 33, generator=g) < 0.2).long().cumsum(1)
+    tokens = documents * 100 + torch.arange(33)  # a token tells its document
+    for mode, crosses in (("mask", False), ("attend", True)):
+        fields = build(4, documents=mode).micro_batch(tokens, documents, range(8)).fields
+        for name, labels in fields.items():
+            valid = labels != IGNORE
+            assert valid.any()
+            other = labels[valid] // 100 != documents[:, :-1][valid]
+            assert other.any() == crosses, (mode, name)
+
+
+def test_sequences_shorter_than_the_depth() -> None:
+    short = build(4).micro_batch(TOKENS[:, :3], None, range(2)).fields
+    assert short["labels_1"].tolist() == [[13, X], [23, X]]
+    assert short["labels_4"].tolist() == [[X, X], [X, X]]
+
+
+# of TOKENS with DOCUMENTS masked, counted by hand in the lists above: first row + second row
+COUNTS = {"labels": 3 + 3, "labels_1": 1 + 2, "labels_2": 0 + 1}
+
+
+def test_counts_of_every_depth() -> None:
+    objective = build(2, documents="mask")
+    micro = batch(depth=2, documents="mask")
+    assert objective.counts([micro]) == COUNTS
+    assert objective.counts([micro, micro]) == {name: 2 * n for name, n in COUNTS.items()}
+    by_length = build(2, documents="mask", mtp_normalize="seq_len")
+    assert by_length.counts([micro, micro]) == objective.counts([micro, micro]) | {"positions": 20}
+
+
+@pytest.mark.parametrize(
+    ("normalize", "divisors"),
+    [
+        ("own_valid", (300, 100)),  # each depth by its own labels
+        ("main_valid", (600, 600)),  # all by those of next-token prediction
+        ("seq_len", (1000, 1000)),  # all by the positions, padding and boundaries included
+    ],
+)
+def test_normalisation_of_every_kind(normalize: str, divisors: tuple[int, int]) -> None:
+    """What multiplies a loss row, and the mean that is logged, from hand-made global counts."""
+    counts = {"labels": 600, "labels_1": 300, "labels_2": 100, "positions": 1000}
+    objective = build(2, mtp_weight=0.3, mtp_normalize=normalize, z_loss=1e-4, label_smoothing=0.1)
+    terms = objective.terms(counts)
+    assert terms[:2] == [CrossEntropy(600.0, 0.1), ZLoss(600.0, 1e-4)]
+    assert [(t.name, t.labels, t.depth, t.label_smoothing) for t in terms[2:]] == [
+        ("mtp_1", "labels_1", 1, 0.1),
+        ("mtp_2", "labels_2", 2, 0.1),
+    ]
+    for term, divisor, own in zip(terms[2:], divisors, (300, 100), strict=True):
+        assert term.weight / term.normalizer == pytest.approx(0.3 / 2 / divisor, rel=1e-15)
+        assert term.normalizer == own
+    evaluated = objective.evaluation_terms(counts)
+    assert [term.name for term in evaluated] == [objective.primary]
+
+
+def test_no_label_at_a_depth_divides_by_nothing() -> None:
+    counts = {"labels": 0, "labels_1": 0, "positions": 10}
+    for normalize in ("own_valid", "main_valid", "seq_len"):
+        term = build(1, mtp_normalize=normalize).terms(counts)[1]
+        assert term.normalizer == 1.0 and 0 < term.weight <= 0.3
+
+
+@pytest.mark.parametrize("depth", [0, 3])
 @pytest.mark.parametrize("name", OBJECTIVES.names())
-def test_every_objective_is_a_function_of_the_sample(name: str) -> None:
+def test_every_objective_is_a_function_of_the_sample(name: str, depth: int) -> None:
     """A micro-batch is its samples side by side, twice the same, and counts add up."""
-    objective = build_objective(OBJECTIVES.config_class(name)())
+    model = ModelConfig(mtp=MTPConfig(depth))
+    objective = build_objective(OBJECTIVES.config_class(name)(), model)
     g = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 50, (6, 17), generator=g)
     documents = (torch.rand(6, 17, generator=g) < 0.2).long().cumsum(1)
@@ -111,6 +203,10 @@ def test_every_objective_is_a_function_of_the_sample(name: str) -> None:
                 ("label_smoothing", "must be in [0, 1), got 1.0"),
                 ("z_loss", "must not be negative, got -0.5"),
             ],
+        ),
+        (
+            Causal.Config(mtp_weight=float("inf")),
+            [("mtp_weight", "must be positive and finite, got inf")],
         ),
     ],
     ids=str,
