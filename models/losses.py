@@ -68,6 +68,11 @@ class LogitGradient:
     uniform: Tensor | None = None
 
 
+Late = list[tuple[Tensor, Tensor, Tensor]]
+"""Weight gradients still to be made: inputs x, the weight as it was used, output gradients g; the
+gradient is gᵀ x (in the first rows of a padded weight)."""
+
+
 class Term(Protocol):
     """A row-wise loss term.  ``weight`` and ``normalizer`` (a global count, > 0) are fixed before
     the forward pass: the total is Σ rows · weight / normalizer.  ``depth``: of the head that it
@@ -220,12 +225,14 @@ def evaluate_head(
     terms: Sequence[Term],
     options: HeadOptions,
     gradients: bool,
+    late: Late | None = None,
 ) -> HeadResult:
     """Loss of hidden rows [N, D] under the vocabulary slice ``weight`` [V_local, D].
 
     Every field has N rows.  With ``gradients``, ``d_hidden`` [N, D] has the hidden dtype (under
     tensor parallelism it is this rank's share, to be summed over ``tp``) and ``d_weight`` has the
-    weight's shape and dtype, accumulated in at least fp32.
+    weight's shape and dtype, accumulated in at least fp32.  With ``late``, what ``d_weight`` is
+    made of is appended there instead.
     """
     dtype = options.compute_dtype or weight.dtype
     wide = accumulation_dtype(dtype)
@@ -239,7 +246,7 @@ def evaluate_head(
     accumulator = None
     if gradients:
         result.d_hidden = torch.empty_like(hidden)
-        accumulator = torch.zeros_like(weight, dtype=wide)
+        accumulator = None if late is not None else torch.zeros_like(weight, dtype=wide)
     rows_per_chunk = min(
         options.rows_per_chunk(weight.shape[0], hidden.device.type), hidden.shape[0]
     )
@@ -266,10 +273,13 @@ def evaluate_head(
             result.total += summed * scale
             parts.append((scale, gradient))
         if gradients:
-            assert result.d_hidden is not None and accumulator is not None
+            assert result.d_hidden is not None
             g = _logit_gradient(rows, top, exponentials, parts, options.softcap).to(dtype)
             result.d_hidden[span] = g @ matrix
-            if wide == dtype:
+            if accumulator is None:
+                assert late is not None
+                late.append((x, weight, g.clone()))
+            elif wide == dtype:
                 accumulator[:local_vocab].addmm_(g.T, x)
             else:
                 accumulator[:local_vocab] += g.T @ x
@@ -288,9 +298,10 @@ class _ChunkedHead(torch.autograd.Function):
         terms: Sequence[Term],
         options: HeadOptions,
         sums: dict[str, Tensor],
+        late: Late | None,
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        result = evaluate_head(hidden, weight, fields, terms, options, wanted)
+        result = evaluate_head(hidden, weight, fields, terms, options, wanted, late)
         sums.update(result.sums)
         ctx.gradients = (result.d_hidden, result.d_weight)
         return result.total
@@ -299,7 +310,9 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         d_hidden, d_weight = ctx.gradients
         ctx.gradients = None
-        return d_hidden.mul_(grad), d_weight.mul_(grad), None, None, None, None
+        if d_weight is not None:
+            d_weight.mul_(grad)
+        return d_hidden.mul_(grad), d_weight, None, None, None, None, None
 
 
 def chunked_head_loss(
@@ -308,12 +321,16 @@ def chunked_head_loss(
     fields: Mapping[str, Tensor],
     terms: Sequence[Term],
     options: HeadOptions,
+    late: Late | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Differentiable form of :func:`evaluate_head`: (total, per-term sums)."""
+    """Differentiable form of :func:`evaluate_head`: (total, per-term sums).
+
+    What goes to ``late`` belongs to the gradient of the total itself, not of a multiple of it.
+    """
     sums: dict[str, Tensor] = {}
     # grad mode is off inside a Function's forward, so the decision is taken from its inputs
     if not torch.is_grad_enabled():
         result = evaluate_head(hidden, weight, fields, terms, options, gradients=False)
         return result.total, result.sums
-    total: Tensor = _ChunkedHead.apply(hidden, weight, fields, terms, options, sums)
+    total: Tensor = _ChunkedHead.apply(hidden, weight, fields, terms, options, sums, late)
     return total, sums

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from .collectives import axis
 from .config import ModelConfig
 from .feedforward import FEEDFORWARDS
 from .linear import accumulation_dtype
-from .losses import HeadOptions, Term, capped, chunked_head_loss
+from .losses import HeadOptions, Late, Term, capped, chunked_head_loss
 from .mtp import MTPBlock, fork, tokens_ahead
 from .norms import NORMS
 
@@ -83,6 +83,12 @@ class Embedding(nn.Module):
         return x if self.compute_dtype is None else x.to(self.compute_dtype)
 
 
+class WeightGradients(Protocol):
+    """Where weight gradients are left while it is open, to be computed later."""
+
+    open: Late | None
+
+
 class Head(nn.Module):
     """Output projection and loss.  A tied head owns no weight where the embedding is present."""
 
@@ -95,6 +101,7 @@ class Head(nn.Module):
         self.vocab_size = config.vocab_size
         self.softcap = config.logit_softcap
         self.chunk_rows = 0
+        self.later: WeightGradients | None = None
         self.compute_dtype: torch.dtype | None = None
         # In a tuple, so that the embedding is not registered as a submodule a second time.
         self._tied = (embedding,)
@@ -113,7 +120,8 @@ class Head(nn.Module):
         """x [B, S, D] and fields [B, S] to (total loss, per-term sums)."""
         options = HeadOptions(self.vocab_size, self.softcap, self.chunk_rows, self.compute_dtype)
         rows = {name: value.reshape(-1) for name, value in fields.items()}
-        return chunked_head_loss(x.flatten(0, 1), self.matrix(), rows, terms, options)
+        late = None if self.later is None else self.later.open
+        return chunked_head_loss(x.flatten(0, 1), self.matrix(), rows, terms, options, late)
 
     def logits(self, x: Tensor) -> Tensor:
         """Whole-vocabulary logits of x [..., D]: [..., vocab_size].  Single-process use."""

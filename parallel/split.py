@@ -1,9 +1,9 @@
 """Backward passes in two parts: input gradients now, weight gradients of linear maps later.
 
 The next stage back waits for input gradients alone, so weight gradients can fill a pipeline's
-bubbles (Qi et al. 2024, arXiv 2401.10241).  Linear maps note what their weight gradient is made of
-while a backward pass is *open*; everything else (norm gains, embeddings, heads that are part of a
-stage) gets its gradient at once.
+bubbles (Qi et al. 2024, arXiv 2401.10241).  Linear maps, and heads that are a stage of their own,
+note what their weight gradient is made of while a sink is *open*; everything else (norm gains,
+embeddings, heads behind the blocks of a stage) gets its gradient at once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from models.linear import Linear
+from models.losses import Late
+from models.transformer import Head
 
 from .tensor import specialise
-
-Late = list[tuple[Tensor, Tensor, Tensor]]  # inputs, weight as it was used, output gradients
 
 
 class WeightGradients:
@@ -47,7 +47,8 @@ class WeightGradients:
         while late:
             x, weight, grad = late.pop()
             gradient = grad.flatten(0, -2).T @ x.flatten(0, -2)
-            torch.autograd.backward(weight, gradient)
+            padding = weight.shape[0] - gradient.shape[0]  # of a vocabulary matrix
+            torch.autograd.backward(weight, F.pad(gradient, (0, 0, 0, padding)).to(weight.dtype))
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -72,7 +73,7 @@ class _SplitLinear(torch.autograd.Function):
 
 
 def split_linear_maps(model: nn.Module, sink: WeightGradients) -> None:
-    """Make every linear map of ``model`` able to leave its weight gradient in ``sink``."""
+    """Make every linear map and the head able to leave their weight gradients in ``sink``."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight
@@ -82,7 +83,8 @@ def split_linear_maps(model: nn.Module, sink: WeightGradients) -> None:
     for module in model.modules():
         if isinstance(module, Linear):
             specialise(module, ("split",), {"forward": forward})
-            module.later = sink  # type: ignore[assignment]
+        if isinstance(module, Linear | Head):
+            module.later = sink
 
 
 def reduce_now(root: FSDPModule) -> None:

@@ -141,6 +141,7 @@ class Stage:
         self.dtype = accumulation_dtype(compute_dtype) if wide else compute_dtype
         self.wiring: Wiring = stage_wiring(placement, number)
         self.roots = sharded_units(self.model, map(unit_name, placement.stages[number]))
+        self.split_head = False  # whether head_weight follows head
         self.begin([], [])
 
     def begin(self, micro_batches: Sequence[MicroBatch], terms: Sequence[Term]) -> None:
@@ -252,8 +253,18 @@ class Stage:
         self, index: int, x: Tensor | Sequence[Tensor] | None
     ) -> Tensor | tuple[Tensor, ...] | None:
         """Forward and backward of a stage that holds heads alone."""
-        self.forward(index, x)
-        return self.backward(index, None)
+        if not self.split_head:
+            self.forward(index, x)
+            return self.backward(index, None)
+        with self.weights.later.collect() as late:
+            self.forward(index, x)
+        result = self.backward_input(index, None)
+        self._late[index] += late
+        return result
+
+    def head_weight(self, index: int) -> None:
+        """The weight gradient that ``head`` left over."""
+        self.backward_weight(index)
 
     def _add(self, total: Tensor, sums: Mapping[str, Tensor]) -> None:
         self.total = total if self.total is None else self.total + total

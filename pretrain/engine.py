@@ -113,7 +113,8 @@ class Engine:
         self.weights = ShardedWeights(model.part, parallel.reshard_after_forward)
         self._links: Links | None = None
         self.place(placement)
-        if any(a.kind is Kind.BACKWARD_INPUT for order in self._schedule(1).actions for a in order):
+        kinds = {action.kind for order in self._schedule(1).compute_orders() for action in order}
+        if kinds & {Kind.BACKWARD_WEIGHT, Kind.HEAD_WEIGHT}:
             split_linear_maps(model.part, self.weights.later)
 
     def place(self, placement: Placement) -> None:
@@ -129,6 +130,10 @@ class Engine:
             number: Stage(self.weights, self.compute_dtype, placement, number)
             for number in placement.stages_of(rank)
         }
+        orders = self._schedule(1).compute_orders()
+        split = {a.stage for order in orders for a in order if a.kind is Kind.HEAD_WEIGHT}
+        for number, stage in self.stages.items():
+            stage.split_head = number in split
         self.weights.forget()
         self._links = self._make_links()
         self._executors: dict[int, Executor] = {}
