@@ -103,10 +103,11 @@ def require_compatible(
     )
     text = describe_mismatch(saved, current)
     if refused:
+        both = ",".join(sorted({*refused, *allow}))
         raise CheckpointError(
             f"this run's {', '.join(refused)} differ from the checkpoint's (saved -> current):\n"
             f"{text}\nGo back to the saved settings, give a new experiment another name, or go on "
-            f"regardless with checkpoint.allow=[{','.join(refused)}]"
+            f"regardless with checkpoint.allow=[{both}]"
         )
     return text
 

@@ -487,6 +487,14 @@ def test_another_experiment_is_refused_unless_allowed(part, updates):
     assert require_compatible(CONFIG, changed(**updates), allow=[part]).startswith("refused:")
 
 
+def test_the_advice_keeps_what_was_allowed_already():
+    current = changed(seed=2, data_fingerprint="5678")
+    with pytest.raises(CheckpointError, match=r"this run's data differ.*") as caught:
+        require_compatible(CONFIG, current, allow=["seed"])
+    assert str(caught.value).endswith("checkpoint.allow=[data,seed]")
+    assert require_compatible(CONFIG, current, allow=["data", "seed"]).startswith("refused:")
+
+
 def test_without_fingerprints_the_data_settings_decide():
     saved, current = (
         changed(data_fingerprint=None),
