@@ -107,7 +107,16 @@ def _both(
     """What is compared between a checkpoint and this run; an older one lacks some fingerprints."""
     known = fingerprints.keys() & saved.keys()
     before, now = ({name: prints[name] for name in known} for prints in (saved, fingerprints))
-    return {**saved["config"], **before}, {**encode(config), **now}
+    return {**_with_defaults(saved["config"]), **before}, {**encode(config), **now}
+
+
+def _with_defaults(saved: dict[str, Any]) -> dict[str, Any]:
+    """Settings of an older version; one that it did not know has the default, which changes
+    nothing."""
+    try:
+        return encode(decode(RunConfig, saved))
+    except ConfigError:  # it knew one that is gone
+        return saved
 
 
 def checkpoint_config(path: Path, overrides: Iterable[str], **changes: dict[str, Any]) -> RunConfig:

@@ -109,6 +109,21 @@ def test_resuming_with_another_tokenizer(workspace: Workspace, capsys) -> None:
     assert "resuming after step 4" in capsys.readouterr().out
 
 
+def test_a_setting_that_the_saved_version_did_not_have(workspace: Workspace, capsys) -> None:
+    """Its default is what that version did; any other value is a change."""
+    path = workspace.folder / "checkpoints" / "step_00000004" / "manifest.json"
+    content = json.loads(path.read_text())
+    config = content["metadata"]["config"]
+    del config["model"]["logit_softcap"], config["objective"]["z_loss"], config["health"]
+    path.write_text(json.dumps(content))
+    words = ["model.logit_softcap: None -> 3.0", "checkpoint.allow=[model]"]
+    refused(capsys, workspace.root, [workspace.recipe, "model.logit_softcap=3"], words)
+    workspace.train("training.steps=6")
+    out = capsys.readouterr().out
+    assert "  training.steps: 4 -> 6" in out
+    assert "(not set)" not in out
+
+
 def test_what_may_change_is_shown_and_goes_on(workspace: Workspace, capsys) -> None:
     shutil.move(workspace.root / "data", workspace.root / "moved")
     sources = {
