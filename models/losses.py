@@ -11,7 +11,7 @@ Normalisers are global counts known before the forward pass; nothing here averag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -68,9 +68,9 @@ class LogitGradient:
     uniform: Tensor | None = None
 
 
-Late = list[tuple[Tensor, Tensor, Tensor]]
-"""Weight gradients still to be made: inputs x, the weight as it was used, output gradients g; the
-gradient is gᵀ x (in the first rows of a padded weight)."""
+Late = Callable[[Tensor, Tensor], None]
+"""Takes inputs x [n, D] and output gradients g [n, v] of a weight gradient gᵀ x to be made later
+(the first v rows of it)."""
 
 
 class Term(Protocol):
@@ -278,7 +278,7 @@ def evaluate_head(
             result.d_hidden[span] = g @ matrix
             if accumulator is None:
                 assert late is not None
-                late.append((x, weight, g.clone()))
+                late(x, g.clone())
             elif wide == dtype:
                 accumulator[:local_vocab].addmm_(g.T, x)
             else:

@@ -7,7 +7,7 @@ the global layer index and do not change.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import ClassVar, Protocol
 
 import torch
@@ -86,7 +86,8 @@ class Embedding(nn.Module):
 class WeightGradients(Protocol):
     """Where weight gradients are left while it is open, to be computed later."""
 
-    open: Late | None
+    def late(self, weight: Callable[[], Tensor]) -> Late | None:
+        """Takes what the gradient of ``weight()`` is made of; None while it is not open."""
 
 
 class Head(nn.Module):
@@ -120,7 +121,7 @@ class Head(nn.Module):
         """x [B, S, D] and fields [B, S] to (total loss, per-term sums)."""
         options = HeadOptions(self.vocab_size, self.softcap, self.chunk_rows, self.compute_dtype)
         rows = {name: value.reshape(-1) for name, value in fields.items()}
-        late = None if self.later is None else self.later.open
+        late = None if self.later is None else self.later.late(self.matrix)
         return chunked_head_loss(x.flatten(0, 1), self.matrix(), rows, terms, options, late)
 
     def logits(self, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ parallel), ``tp`` (tensor).  Every rank of one ``tp`` group is a neighbour of th
 from __future__ import annotations
 
 import datetime
+import math
 import os
 from dataclasses import dataclass, field
 from typing import Literal
@@ -27,19 +28,48 @@ AXES = ("pp", "dp", "fsdp", "tp")
 class PipelineConfig:
     """How units are placed on pipeline ranks and in which order they run."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = field(
-        default="1f1b", metadata={"help": "order of forward and backward actions"}
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb_h1", "adahc", "adahc_zb"] = field(
+        default="1f1b",
+        metadata={
+            "help": "order of actions; zb_h1 and adahc_zb compute weight gradients apart,"
+            " adahc and adahc_zb fit any placement"
+        },
     )
     virtual_stages: int = field(
         default=1, metadata={"help": "stages per rank; more than 1 needs schedule=interleaved"}
     )
-    planner: Literal["uniform", "balanced", "explicit"] = field(
-        default="balanced", metadata={"help": "how units are spread over stages"}
+    planner: Literal["uniform", "balanced", "standalone", "split", "adahc", "explicit"] = field(
+        default="balanced",
+        metadata={
+            "help": "how units are spread over stages; adahc cuts heads into chunks and takes the"
+            " fastest plan of all kinds"
+        },
     )
     layout: str | None = field(
         default=None,
         metadata={"help": "Megatron layout string for planner=explicit, e.g. 'Et*3|tt|t,L'"},
     )
+    head_chunks: int | None = field(
+        default=None,
+        metadata={"help": "planner=adahc: token chunks of each head; null = 16, or what divides"},
+    )
+    max_hosts: int | None = field(
+        default=None, metadata={"help": "planner=adahc: most ranks with a copy of the head"}
+    )
+    max_in_flight: int | None = field(
+        default=None,
+        metadata={"help": "planner=adahc: most micro-batches between forward and backward"},
+    )
+
+    @property
+    def splits_weight_gradients(self) -> bool:
+        return self.schedule in ("zb_h1", "adahc_zb")
+
+    def chunks(self, rows: int) -> int:
+        """Chunks of each head for ``rows`` positions of a sequence on each tensor rank."""
+        if self.planner != "adahc":
+            return 1
+        return self.head_chunks or math.gcd(rows, 16)
 
     def problems(self) -> list[tuple[str, str]]:
         found = []
@@ -52,6 +82,15 @@ class PipelineConfig:
             )  # fmt: skip
         if (self.layout is not None) != (self.planner == "explicit"):
             found.append(("layout", "is given exactly when planner=explicit"))
+        if self.planner == "adahc" and self.schedule not in ("adahc", "adahc_zb"):
+            text = f"{self.schedule!r} runs no head chunks: planner=adahc needs adahc or adahc_zb"
+            found.append(("schedule", text))
+        for name in ("head_chunks", "max_hosts", "max_in_flight"):
+            value = getattr(self, name)
+            if value is not None and self.planner != "adahc":
+                found.append((name, "is set but planner is not adahc: it would be ignored"))
+            elif value is not None and value < 1:
+                found.append((name, f"must be positive, got {value}"))
         return found
 
 
@@ -101,6 +140,10 @@ class ParallelConfig:
             )  # fmt: skip
         return found
 
+    def rows(self, sequence_length: int) -> int:
+        """Positions of a sequence that cross pipeline ranks from one tensor rank."""
+        return sequence_length // (self.tp if self.sp else 1)
+
     @property
     def model_parallel(self) -> int:
         return self.fsdp * self.tp * self.pp
@@ -134,26 +177,41 @@ def layout_problems(
         found.append(
             ("parallel.sp", f"tp={parallel.tp} does not divide sequence length {sequence_length}")
         )
-    return found + _placement_problems(parallel, model)
+    return found + _placement_problems(parallel, model, sequence_length)
 
 
-def _placement_problems(parallel: ParallelConfig, model: ModelConfig) -> list[tuple[str, str]]:
-    """Why the planner cannot place the model; ``balanced`` can if every stage gets a unit."""
-    pipeline = parallel.pipeline
+def _placement_problems(
+    parallel: ParallelConfig, model: ModelConfig, sequence_length: int
+) -> list[tuple[str, str]]:
+    """Why the planner cannot place the model; the planners that need costs can if every stage gets
+    a unit."""
+    pipeline, depth = parallel.pipeline, model.mtp.depth
     stages = parallel.pp * pipeline.virtual_stages
-    if stages > model.layers + 3:
+    if stages > model.layers + 3 + 2 * depth:
         text = f"{stages} stages cannot be filled by {model.layers} blocks plus embedding, final"
-        return [("parallel.pp", f"{text} norm and head")]
-    if parallel.pp == 1 or pipeline.planner == "balanced":
+        text += " norm and head" + (
+            f" and {depth} blocks of multi-token prediction" if depth else ""
+        )
+        return [("parallel.pp", text)]
+    if parallel.pp == 1:
         return []
-    units = tuple(model_units(model.layers))
-    request = PlanRequest(units, parallel.pp, pipeline.virtual_stages, layout=pipeline.layout)
+    rows = parallel.rows(sequence_length)
+    if rows % pipeline.chunks(rows):
+        text = f"{pipeline.head_chunks} does not divide the {rows} positions of a rank"
+        return [("parallel.pipeline.head_chunks", text)]
+    if pipeline.planner not in ("uniform", "explicit"):
+        return []
+    units = tuple(model_units(model.layers, depth))
+    request = PlanRequest(
+        units, parallel.pp, pipeline.virtual_stages, layout=pipeline.layout,
+        mtp_input=model.mtp.wiring,
+    )  # fmt: skip
     try:
         placement = make_placement(pipeline.planner, request)
     except ValueError as error:
         name = "layout" if pipeline.planner == "explicit" else "planner"
         return [(f"parallel.pipeline.{name}", str(error))]
-    if placement.num_stages != stages:
+    if placement.num_stages != stages and not pipeline.schedule.startswith("adahc"):
         text = f"describes {placement.num_stages} stages, but pp·virtual_stages = {stages}"
         return [("parallel.pipeline.layout", text)]
     return []

@@ -2,15 +2,15 @@
 
 The next stage back waits for input gradients alone, so weight gradients can fill a pipeline's
 bubbles (Qi et al. 2024, arXiv 2401.10241).  Linear maps, and heads that are a stage of their own,
-note what their weight gradient is made of while a sink is *open*; everything else (norm gains,
+note what their weight gradient is made of while it is collected; everything else (norm gains,
 embeddings, heads behind the blocks of a stage) gets its gradient at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,50 +24,65 @@ from models.transformer import Head
 from .tensor import specialise
 
 
+class Owed(NamedTuple):
+    """A weight gradient still to be made: gᵀ x, in the first rows of ``weight()``.
+
+    The weight is looked up when it is needed: what a forward pass made of the stored one (a cast, a
+    gathered copy) need not live so long.
+    """
+
+    weight: Callable[[], Tensor]
+    x: Tensor
+    g: Tensor
+
+
 class WeightGradients:
-    """Where one rank's linear maps leave what they owe."""
+    """Where one rank's modules leave what they owe."""
 
     def __init__(self) -> None:
-        self.open: Late | None = None
+        self._open: list[Owed] | None = None
 
     @contextmanager
-    def collect(self) -> Iterator[Late]:
-        """Backward passes inside leave linear weight gradients in the list that this gives."""
-        assert self.open is None, "backward passes in two parts do not nest"
-        late: Late = []
-        self.open = late
+    def collect(self) -> Iterator[list[Owed]]:
+        """Backward passes inside leave weight gradients in the list that this gives."""
+        assert self._open is None, "backward passes in two parts do not nest"
+        self._open = owed = list[Owed]()
         try:
-            yield late
+            yield owed
         finally:
-            self.open = None
+            self._open = None
+
+    def late(self, weight: Callable[[], Tensor]) -> Late | None:
+        """Takes what the gradient of ``weight()`` is made of; None while nothing is collected."""
+        owed = self._open
+        return None if owed is None else lambda x, g: owed.append(Owed(weight, x, g))
 
     @staticmethod
-    def add(late: Late) -> None:
+    def add(owed: list[Owed]) -> None:
         """Accumulate what was left, through whatever lies between stored and used weights."""
-        while late:
-            x, weight, grad = late.pop()
-            gradient = grad.flatten(0, -2).T @ x.flatten(0, -2)
-            padding = weight.shape[0] - gradient.shape[0]  # of a vocabulary matrix
-            torch.autograd.backward(weight, F.pad(gradient, (0, 0, 0, padding)).to(weight.dtype))
+        while owed:
+            weight, x, g = owed.pop()
+            used, gradient = weight(), g.flatten(0, -2).T @ x.flatten(0, -2)
+            padding = used.shape[0] - gradient.shape[0]  # of a vocabulary matrix
+            torch.autograd.backward(used, F.pad(gradient, (0, 0, 0, padding)).to(used.dtype))
 
 
 class _SplitLinear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: WeightGradients
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: Any) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sink = sink
+        ctx.module = module
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        d_weight = None
-        if ctx.sink.open is None:
+        module, d_weight = ctx.module, None
+        late = module.later.late(lambda: module.weight)
+        if late is None:
             d_weight = grad.flatten(0, -2).T @ x.flatten(0, -2)
         else:
-            ctx.sink.open.append((x, weight, grad))
+            late(x, grad)
         d_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         return grad @ weight, d_weight, d_bias, None
 
@@ -77,7 +92,7 @@ def split_linear_maps(model: nn.Module, sink: WeightGradients) -> None:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight
-        out: Tensor = _SplitLinear.apply(x.to(weight.dtype), weight, self.bias, self.later)
+        out: Tensor = _SplitLinear.apply(x.to(weight.dtype), weight, self.bias, self)
         return out
 
     for module in model.modules():

@@ -23,7 +23,7 @@ from models.transformer import Transformer
 from .apply import sharded_units
 from .pipeline.units import HEAD, Placement, Unit
 from .ports import Port, Wiring, deliver, select_rows, stage_wiring
-from .split import Late, WeightGradients, reduce_now
+from .split import Owed, WeightGradients, reduce_now
 
 _NAMES = {"E": "embedding", "t": "blocks.{}", "n": "final_norm", "m": "mtp.{}", "h": "head"}
 
@@ -151,7 +151,7 @@ class Stage:
         self.sums: dict[str, Tensor] = {}
         self.total: Tensor | None = None
         self._saved: dict[int, _Saved] = {}
-        self._late: dict[int, Late] = {}
+        self._late: dict[int, list[Owed]] = {}
         self._backwards = 0
         self.weights.expect(self.roots, self.number, len(self.micro_batches))
 

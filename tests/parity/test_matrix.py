@@ -19,6 +19,7 @@ pytestmark = pytest.mark.parity
 
 GPIPE = PipelineConfig("gpipe")
 ONE_F_ONE_B = PipelineConfig("1f1b")
+ZERO_BUBBLE = PipelineConfig("zb_h1")
 INTERLEAVED = PipelineConfig("interleaved", virtual_stages=2)
 UNEVEN = PipelineConfig("1f1b", planner="explicit", layout="Et|t*4L")
 UNEVEN4 = PipelineConfig("1f1b", planner="explicit", layout="E|tt|ttt|L")
@@ -60,6 +61,10 @@ LAYOUTS = {
     "pp4-1f1b-m12-uneven": layout(4, 12, pp=4, pipeline=UNEVEN4),
     "pp2-interleaved-m3": layout(2, 3, pp=2, pipeline=INTERLEAVED),
     "pp4-interleaved-m4": layout(4, 4, pp=4, pipeline=INTERLEAVED),
+    "pp2-zb-m3": layout(2, 3, pp=2, pipeline=ZERO_BUBBLE),
+    "pp4-zb-m6": layout(4, 6, pp=4, pipeline=ZERO_BUBBLE, recompute="full"),
+    "pp2-tp2-zb": layout(4, 2, pp=2, tp=2, sp=True, pipeline=ZERO_BUBBLE),
+    "pp2-fsdp2-zb": layout(4, 3, **keeping(pp=2, fsdp=2, pipeline=ZERO_BUBBLE)),
     "pp2-tp2": layout(4, 3, pp=2, tp=2, pipeline=ONE_F_ONE_B),
     "pp2-tp2-sp": layout(4, 2, pp=2, tp=2, sp=True, pipeline=ONE_F_ONE_B),
     "pp2-dp2": layout(4, 2, pp=2, dp=2, pipeline=GPIPE),
