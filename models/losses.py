@@ -232,7 +232,7 @@ def evaluate_head(
     Every field has N rows.  With ``gradients``, ``d_hidden`` [N, D] has the hidden dtype (under
     tensor parallelism it is this rank's share, to be summed over ``tp``) and ``d_weight`` has the
     weight's shape and dtype, accumulated in at least fp32.  With ``late``, what ``d_weight`` is
-    made of is appended there instead.
+    made of is given to it instead.
     """
     dtype = options.compute_dtype or weight.dtype
     wide = accumulation_dtype(dtype)
