@@ -1,4 +1,4 @@
-"""Golden loss curves: what three tiny runs cost, step by step.
+"""Golden loss curves: what four tiny runs cost, step by step.
 
 ``python -m tests.golden.curves`` writes them again; do so only for a change that is meant to
 change numerics, and say so in CHANGELOG.md.
@@ -42,6 +42,10 @@ RECIPES: dict[str, dict[str, Any]] = {
         },
         "objective": {"type": "causal", "documents": "mask", "z_loss": 1e-3},
         "training": {"micro_batch": 4},
+    },
+    "mtp-own-norm-documents": {
+        "model": {"mtp": {"depth": 2, "embedding": "own", "input": "norm"}},
+        "objective": {"documents": "mask", "mtp_normalize": "main_valid"},
     },
 }
 
