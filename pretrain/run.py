@@ -92,6 +92,7 @@ def recorded(folder: RunFolder, rank: int) -> Iterator[None]:
         with contextlib.suppress(OSError):  # the disk may be full
             with folder.rank_log(rank).open("a") as log:
                 log.write(traceback.format_exc())
+        with contextlib.suppress(OSError):
             if rank == 0 and folder.read_status() == "running":
                 folder.write_status("failed")
         if rank and isinstance(error, ValueError) and not is_agreed(error):

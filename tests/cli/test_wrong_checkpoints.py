@@ -253,6 +253,19 @@ def test_run_folder_that_cannot_be_made(fresh: Workspace, capsys) -> None:
     refused(capsys, root, command, ["run folder /proc/self/tiny", os.strerror(errno.ENOENT)])
 
 
+def test_a_run_that_cannot_log_has_failed(workspace: Workspace, capsys) -> None:
+    log = workspace.folder / "logs" / "rank0.log"
+    log.unlink()
+    log.mkdir()
+    with signals_restored():
+        assert pretrain.main([str(workspace.recipe), "training.steps=6"]) == 2
+    text = capsys.readouterr().err
+    assert text.startswith("error: ") and str(log) in text
+    assert RunFolder(workspace.folder).read_status() == "failed"
+    log.rmdir()
+    workspace.train("training.steps=6")
+
+
 HOLD_LOCK = """
 import sys
 sys.path.insert(0, sys.argv[1])
