@@ -29,16 +29,20 @@ Gaps = tuple[Gap, ...] | None  # None: nothing is placed yet
 
 @dataclass(frozen=True)
 class Block:
-    """``starts[i]`` of each op for micro-batch 0, in ticks; the same again every ``period``."""
+    """``starts[i]`` of each op for micro-batch 0, in ticks; the same again every ``period``.
+
+    span: of one micro-batch, in ticks.  tick: in the cost table's unit of time.
+    """
 
     ops: tuple[Op, ...]
     starts: tuple[int, ...]
     period: int
     span: int
+    tick: float
 
-    def ticks(self, num_microbatches: int) -> int:
-        """Until the last op of the last micro-batch ends."""
-        return (num_microbatches - 1) * self.period + self.span
+    def end(self, num_microbatches: int) -> float:
+        """When the last op of the last micro-batch ends, as the table says."""
+        return ((num_microbatches - 1) * self.period + self.span) * self.tick
 
     def orders(self, num_ranks: int, num_microbatches: int, ahead: int = 0) -> list[list[Step]]:
         """Every rank's steps.  ``ahead``: forward ops run up to so many micro-batches earlier than
@@ -70,15 +74,15 @@ def building_blocks(
     for factors in (STRETCH, STRETCH_FURTHER):
         for factor in factors:
             period = math.ceil(search.load * factor)
-            if (num_microbatches - 1) * period + search.critical_path >= least:
+            if ((num_microbatches - 1) * period + search.critical_path) * search.tick >= least:
                 break
             block = search.block(period)
             if block is not None:
                 blocks.append(block)
-                least = min(least, block.ticks(num_microbatches))
+                least = min(least, block.end(num_microbatches))
         if blocks:
             break
-    return sorted(blocks, key=lambda block: block.ticks(num_microbatches))
+    return sorted(blocks, key=lambda block: block.end(num_microbatches))
 
 
 def one_microbatch(program: Program, split: bool) -> list[Op]:
@@ -114,11 +118,13 @@ class _Search:
         loads = [0.0] * num_ranks
         for op in ops:
             loads[op.rank] += op.duration
-        tick = (max(loads) or 1.0) / TICKS
-        writer = {output.slot: (i, output) for i, op in enumerate(ops) for output in op.outputs}
+        self.tick = tick = (max(loads) or 1.0) / TICKS
         duration = [round(op.duration / tick) for op in ops]
-        needs = [[(writer[slot][0], math.ceil((writer[slot][1].transfer + writer[slot][1].latency)
-                  / tick)) for slot in op.inputs] for op in ops]  # fmt: skip
+        written = {slot: (i, 0) for i, op in enumerate(ops) for slot in op.kept}
+        for i, op in enumerate(ops):
+            for sent in op.sent:
+                written[sent.slot] = (i, math.ceil((sent.duration + sent.latency) / tick))
+        needs = [[written[slot] for slot in op.inputs] for op in ops]
         tail = duration[:]  # longest path from an op's start to the end of the micro-batch
         for i in reversed(range(len(ops))):
             for source, delay in needs[i]:
@@ -157,7 +163,7 @@ class _Search:
             if not partials:
                 return None
         best = partials[0]
-        return Block(tuple(self.ops), best.starts, period, best.bound)
+        return Block(tuple(self.ops), best.starts, period, best.bound, self.tick)
 
     def _grow(self, old: _Partial, i: int, period: int) -> list[_Partial]:
         rank, duration = self.ops[i].rank, self.duration[i]

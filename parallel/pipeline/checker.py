@@ -54,7 +54,7 @@ def check_schedule(
         _check_parameters(schedule, rank)
     _check_transfers(schedule)
     caps = [max_in_flight] * ranks if isinstance(max_in_flight, int) else max_in_flight
-    peaks = tuple(peak_in_flight(actions) for actions in schedule.actions)
+    peaks = tuple(peak_in_flight([a.kind for a in actions]) for actions in schedule.actions)
     for rank, peak in enumerate(peaks):
         if caps is not None and peak > caps[rank]:
             raise ScheduleError(
@@ -227,14 +227,15 @@ def _meet(rank: int, action: Action, other: Action) -> bool:
     )
 
 
-def peak_in_flight(actions: Sequence[Action]) -> int:
-    """The most (stage, micro-batch) pairs between forward and backward, by order alone."""
-    last = {(a.stage, a.microbatch): i for i, a in enumerate(actions) if a.kind in (B, W)}
+def peak_in_flight(kinds: Sequence[Kind]) -> int:
+    """The most (stage, micro-batch) pairs between forward and backward in a rank's actions."""
+    if B not in kinds and W not in kinds:
+        return 0
     now = peak = 0
-    for i, action in enumerate(actions):
-        if action.kind is F and (action.stage, action.microbatch) in last:
+    for kind in kinds:
+        if kind is F:
             now += 1
             peak = max(peak, now)
-        elif last.get((action.stage, action.microbatch)) == i and action.kind in (B, W):
+        elif kind is B or kind is W:
             now -= 1
     return peak

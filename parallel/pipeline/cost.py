@@ -54,11 +54,11 @@ class UnitCost:
             return self.backward - weight
         return {F: self.forward, B: self.backward, W: weight, HW: weight}[kind]
 
-    def divided(self, parts: int) -> UnitCost:
-        """One of ``parts`` equal pieces that share the weights."""
+    def times(self, factor: float) -> UnitCost:
+        """So many times the work and the bytes; what is shared stays."""
         own = ("weight_share", "shared_bytes")
         return replace(
-            self, **{name: value / parts for name, value in vars(self).items() if name not in own}
+            self, **{name: value * factor for name, value in vars(self).items() if name not in own}
         )
 
 
@@ -177,7 +177,7 @@ def given_costs(document: Mapping[str, Any], units: Sequence[Unit]) -> tuple[Cos
             raise ValueError(f"the cost table has no entry for unit {unit}: give {unit.kind!r}")
         if unit.kind == HEAD:
             copy = (("head", cost.parameter_bytes),)
-            cost = replace(cost, parameter_bytes=0.0, shared_bytes=copy).divided(chunks)
+            cost = replace(cost, parameter_bytes=0.0, shared_bytes=copy).times(1 / chunks)
         by_unit[unit] = cost
     network = {key: _number(key, document[key]) for key in ("latency", "bandwidth")
                if key in document}  # fmt: skip

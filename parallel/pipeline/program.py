@@ -17,7 +17,6 @@ from parallel.pipeline.actions import (
     channel_of,
     reader,
     reads,
-    writer,
     writes,
 )
 from parallel.pipeline.cost import INSTANT, CostTable, Network
@@ -26,27 +25,29 @@ from parallel.pipeline.units import Placement
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Output:
-    """A tensor that an op writes: it occupies its link for ``transfer`` and arrives ``latency``
-    later.  peer and link: −1 when it stays on the rank."""
+class Transfer:
+    """A tensor on its way to another rank: it occupies its link for ``duration`` and arrives
+    ``latency`` later."""
 
     slot: int
-    peer: int = -1
-    link: int = -1
-    transfer: float = 0.0
-    latency: float = 0.0
+    peer: int
+    link: int
+    duration: float
+    latency: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Op:
-    """One compute action, of any micro-batch."""
+    """One compute action, of any micro-batch: the slots it reads, those it writes for its own rank,
+    and what it sends."""
 
     stage: int
     kind: Kind
     rank: int
     duration: float
     inputs: tuple[int, ...]
-    outputs: tuple[Output, ...]
+    kept: tuple[int, ...]
+    sent: tuple[Transfer, ...]
 
 
 Step = tuple[Op, int]  # an op and its micro-batch
@@ -85,13 +86,16 @@ class Program:
         found = self._ops.get((stage, kind))
         if found is None:
             action = Action(kind, stage, 0)
+            rank, written = self.placement.ranks[stage], writes(self.placement, action)
+            away = [self.placement.ranks[reader(tensor)] != rank for tensor in written]
             found = self._ops[stage, kind] = Op(
                 stage=stage,
                 kind=kind,
-                rank=self.placement.ranks[stage],
+                rank=rank,
                 duration=self.stage_costs[stage].duration(kind, stage in self.split_heads),
                 inputs=tuple(map(self._slot, reads(self.placement, action))),
-                outputs=tuple(map(self._output, writes(self.placement, action))),
+                kept=tuple(self._slot(t) for t, goes in zip(written, away) if not goes),
+                sent=tuple(self._transfer(rank, t) for t, goes in zip(written, away) if goes),
             )
         return found
 
@@ -107,15 +111,12 @@ class Program:
             self.sizes.append(self._edge_bytes.get(edge, 0.0))
         return self._slots[tensor]
 
-    def _output(self, tensor: TensorId) -> Output:
-        ranks, slot = self.placement.ranks, self._slot(tensor)
-        source, target = ranks[writer(tensor)], ranks[reader(tensor)]
-        if source == target:
-            return Output(slot)
-        name = (channel_of(self.placement, tensor), source, target)
+    def _transfer(self, rank: int, tensor: TensorId) -> Transfer:
+        slot, peer = self._slot(tensor), self.placement.ranks[reader(tensor)]
+        name = (channel_of(self.placement, tensor), rank, peer)
         link = self._links.setdefault(name, len(self._links))
-        transfer = self.sizes[slot] / self.network.bandwidth
-        return Output(slot, target, link, transfer, self.network.latency)
+        duration = self.sizes[slot] / self.network.bandwidth
+        return Transfer(slot, peer, link, duration, self.network.latency)
 
 
 def stages_with_split_heads(orders: Iterable[Iterable[Action]]) -> frozenset[int]:
@@ -138,8 +139,9 @@ class Execution:
         self.spans: list[list[Span]] = [[] for _ in orders]
         self.arrivals: list[list[Arrival]] = [[] for _ in orders]
         self._clock = [0.0] * len(orders)
-        self._there: dict[tuple[int, int], float] = {}
-        self._waiting: dict[tuple[int, int], int] = {}
+        count = 1 + max((microbatch for order in orders for _, microbatch in order), default=-1)
+        self._there = [[-1.0] * count for _ in program.tensors]  # by slot, then micro-batch
+        self._waiting: dict[int, tuple[int, int]] = {}  # by slot: micro-batch and rank
         self._link_free: dict[int, float] = {}
         self._runnable = list(range(len(orders)))
         while self._runnable:
@@ -157,35 +159,35 @@ class Execution:
             op, microbatch = order[position]
             start = now
             for slot in op.inputs:
-                arrival = there.get((slot, microbatch))
-                if arrival is None:
-                    self._waiting[slot, microbatch] = rank
+                arrival = there[slot][microbatch]
+                if arrival < 0:
+                    self._waiting[slot] = (microbatch, rank)
                     self._clock[rank] = now
                     return
                 if arrival > start:
                     start = arrival
             now = start + op.duration
             spans.append((start, now))
-            for output in op.outputs:
-                if output.peer < 0:
-                    there[output.slot, microbatch] = now
-                else:
-                    self._send(output, microbatch, now)
+            for slot in op.kept:
+                there[slot][microbatch] = now
+            for transfer in op.sent:
+                self._send(transfer, microbatch, now)
         self._clock[rank] = now
 
-    def _send(self, output: Output, microbatch: int, now: float) -> None:
-        if output.transfer:
-            now = max(now, self._link_free.get(output.link, 0.0)) + output.transfer
-            self._link_free[output.link] = now
-        tensor = (output.slot, microbatch)
-        self._there[tensor] = now + output.latency
+    def _send(self, transfer: Transfer, microbatch: int, now: float) -> None:
+        slot = transfer.slot
+        if transfer.duration:
+            now = max(now, self._link_free.get(transfer.link, 0.0)) + transfer.duration
+            self._link_free[transfer.link] = now
+        now += transfer.latency
+        self._there[slot][microbatch] = now
         if self.record:
-            self.arrivals[output.peer].append((now + output.latency, *tensor))
-        if tensor in self._waiting:
-            self._runnable.append(self._waiting.pop(tensor))
+            self.arrivals[transfer.peer].append((now, slot, microbatch))
+        if slot in self._waiting and self._waiting[slot][0] == microbatch:
+            self._runnable.append(self._waiting.pop(slot)[1])
 
     def _require_finished(self) -> None:
-        for (slot, microbatch), rank in self._waiting.items():
+        for slot, (microbatch, rank) in self._waiting.items():
             op, of = self.orders[rank][len(self.spans[rank])]
             tensor = self.program.tensors[slot]._replace(microbatch=microbatch)
             action = Action(op.kind, op.stage, of)

@@ -8,11 +8,11 @@ order, so that losses and gradients accumulate in the same order under every sch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from parallel.pipeline.actions import Action, B, F, I, Kind, Orders, Schedule, W
-from parallel.pipeline.building_block import building_blocks
+from parallel.pipeline.building_block import Block, building_blocks
 from parallel.pipeline.checker import peak_in_flight
 from parallel.pipeline.cost import INSTANT, CostTable, Network, UnitCost
 from parallel.pipeline.lowering import lower
@@ -228,52 +228,91 @@ def adahc_zero_bubble(
     return _fastest(placement, num_microbatches, conditions, split=True)
 
 
-MOST_BLOCKS = 2  # periods whose schedules are run in full
+MOST_BLOCKS = 2  # periods that are tried in full
+ENOUGH_STEPS = 4000  # micro-batches times ranks that tell one order from another
+WORTH = 1.004  # gain below which fewer micro-batches in flight are preferred
 
 
 def _fastest(
     placement: Placement, num_microbatches: int, conditions: Conditions, split: bool
 ) -> Orders:
-    """The least makespan; where equal, the fewest micro-batches in flight."""
+    """The least makespan, or nearly so with fewer micro-batches in flight.
+
+    Periodic orders are compared on as many micro-batches as it takes to fill and drain, and the
+    best of them are run in full beside the orders that are made without costs.
+    """
     heads = [stage for stage, alone in enumerate(placement.head_only) if alone]
     costs = conditions.costs or nominal_costs(placement)
     program = Program(placement, costs, conditions.network, heads if split else ())
     limits = conditions.limits(placement.num_ranks)
-    found = []
-    for number, orders in enumerate(_candidates(program, num_microbatches, limits, split)):
-        actions = [[Action(op.kind, op.stage, mb) for op, mb in order] for order in orders]
-        peaks = [peak_in_flight(order) for order in actions]
-        if limits is None or all(peak <= limit for peak, limit in zip(peaks, limits)):
-            found.append((Execution(program, orders).makespan, max(peaks), number, actions))
-    if not found:
+    finalists = [
+        *_periodic_orders(program, num_microbatches, limits, split),
+        *_simple_orders(program, num_microbatches, limits, split),
+    ]
+    if not finalists:
         raise ValueError(
             f"no schedule keeps at most {limits} micro-batches in flight on the ranks of this "
             "placement; allow more"
         )
-    least = min(makespan for makespan, *_ in found)
-    near = [candidate for candidate in found if candidate[0] <= least * (1 + 1e-9)]
-    return min(near, key=lambda candidate: candidate[1:3])[3]
+    times = [Execution(program, orders).makespan for _, orders in finalists]
+    near = [i for i, time in enumerate(times) if time <= WORTH * min(times)]
+    best = min(near, key=lambda i: (finalists[i][0], times[i], i))
+    return [[Action(op.kind, op.stage, mb) for op, mb in order] for order in finalists[best][1]]
 
 
-def _candidates(
+Counted = tuple[int, list[list[Step]]]  # most in flight, and every rank's steps
+
+
+def _periodic_orders(
     program: Program, count: int, limits: Sequence[int] | None, split: bool
-) -> Iterable[list[list[Step]]]:
-    placement = program.placement
-    for generator in (zero_bubble,) if split else (one_forward_one_backward, interleaved):
-        try:
-            orders = generator(placement, count, Conditions())
-        except ValueError:
-            continue
-        yield program.steps(orders)
-    ranks = placement.num_ranks
+) -> list[Counted]:
+    """The fastest periodic orders, and the fastest that keeps the fewest in flight."""
+    ranks = program.placement.num_ranks
+    few = min(count, max(3 * ranks, ENOUGH_STEPS // ranks))
+    tried: list[tuple[float, int, Block, int]] = []
     blocks = building_blocks(program, count, split=split, max_in_flight=limits)
     for block in blocks[:MOST_BLOCKS]:
         for ahead in sorted({0, 1, 2, ranks // 2, ranks}):
-            yield block.orders(ranks, count, ahead)
+            orders = block.orders(ranks, few, ahead)
+            peak = _peak(block.orders(ranks, min(count, 4 * ranks), ahead), limits)
+            if peak is not None:
+                rest = (count - few) * block.period * block.tick
+                time = Execution(program, orders).makespan + rest
+                tried.append((time, peak, block, ahead))
+    tried.sort(key=lambda entry: entry[:2])
+    near = [entry for entry in tried if entry[0] <= WORTH * tried[0][0]]
+    chosen = [*tried[:1], *sorted(near, key=lambda entry: entry[1::-1])[:1]]
+    full = [block.orders(ranks, count, ahead) for *_, block, ahead in chosen]
+    counted = [(_peak(orders, limits), orders) for orders in full]
+    return [(peak, orders) for peak, orders in counted if peak is not None]
+
+
+def _simple_orders(
+    program: Program, count: int, limits: Sequence[int] | None, split: bool
+) -> list[Counted]:
+    """The orders without costs that this placement allows."""
+    found = []
+    for generator in (zero_bubble,) if split else (one_forward_one_backward, interleaved):
+        try:
+            orders = program.steps(generator(program.placement, count, Conditions()))
+        except ValueError:
+            continue
+        peak = _peak(orders, limits)
+        if peak is not None:
+            found.append((peak, orders))
+    return found
+
+
+def _peak(orders: Sequence[Sequence[Step]], limits: Sequence[int] | None) -> int | None:
+    """The most micro-batches in flight on a rank, or ``None`` if that is over a limit."""
+    peaks = [peak_in_flight([op.kind for op, _ in order]) for order in orders]
+    if limits is not None and any(peak > limit for peak, limit in zip(peaks, limits)):
+        return None
+    return max(peaks)
 
 
 def nominal_costs(placement: Placement) -> CostTable:
     """Blocks of one unit of time, a whole head like a block, backward twice forward."""
     chunks = max((unit.chunk for unit in placement.units if unit.kind == HEAD), default=0) + 1
     block, free = UnitCost(1, 2), UnitCost()
-    return CostTable({"E": free, "t": block, "n": free, "m": block, "h": block.divided(chunks)})
+    return CostTable({"E": free, "t": block, "n": free, "m": block, "h": block.times(1 / chunks)})

@@ -61,7 +61,6 @@ def simulate_orders(
     """The same for compute orders, to which lowering has not yet added transfers."""
     program = Program(placement, costs, network, stages_with_split_heads(orders))
     run = Execution(program, program.steps(orders), record=True)
-    parameters = costs.rank_parameters(placement)
     events = [
         Event(rank, action, *span)
         for rank, order in enumerate(orders)
@@ -70,15 +69,21 @@ def simulate_orders(
     return Simulation(
         makespan=run.makespan,
         busy=tuple(sum(end - start for start, end in spans) for spans in run.spans),
-        peak_in_flight=tuple(peak_in_flight(order) for order in orders),
-        peak_bytes=tuple(
-            parameters[rank] + _peak_bytes(run, rank, orders[rank]) for rank in range(len(orders))
-        ),
+        peak_in_flight=tuple(peak_in_flight([a.kind for a in order]) for order in orders),
+        peak_bytes=peak_bytes(run, orders, costs),
         events=tuple(sorted(events, key=lambda event: event.start)),
     )
 
 
-def _peak_bytes(run: Execution, rank: int, order: Sequence[Action]) -> float:
+def peak_bytes(run: Execution, orders: Orders, costs: CostTable) -> tuple[float, ...]:
+    """The most bytes at once per rank; ``run`` has recorded arrivals."""
+    parameters = costs.rank_parameters(run.program.placement)
+    return tuple(
+        parameters[rank] + _passing_bytes(run, rank, order) for rank, order in enumerate(orders)
+    )
+
+
+def _passing_bytes(run: Execution, rank: int, order: Sequence[Action]) -> float:
     """The most bytes at once beyond parameters."""
     program = run.program
     changes = []  # (time, bytes); where times are equal what is freed goes first

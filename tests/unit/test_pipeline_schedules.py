@@ -133,7 +133,7 @@ def test_refusals() -> None:
         make_schedule("1f1", chain(2), 2)
     with pytest.raises(ValueError, match="at least one is needed"):
         make_schedule("1f1b", chain(2), 0)
-    with pytest.raises(ValueError, match=r"rank 0 holds stages \[0, 2\]; use 'interleaved'"):
+    with pytest.raises(ValueError, match=r"rank 0 holds stages \[0, 2\]; use 'adahc', 'interl"):
         make_schedule("1f1b", chain(2, 2), 2)
     units = tuple(model_units(1))
     swapped = Placement(units, (units[:2], units[2:]), (1, 0))
