@@ -89,9 +89,8 @@ def recorded(folder: RunFolder, rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(OSError):  # the disk may be full
-            with folder.rank_log(rank).open("a") as log:
-                log.write(traceback.format_exc())
+        with contextlib.suppress(OSError), folder.rank_log(rank).open("a") as log:
+            log.write(traceback.format_exc())  # the disk may be full
         with contextlib.suppress(OSError):
             if rank == 0 and folder.read_status() == "running":
                 folder.write_status("failed")
