@@ -13,8 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import combinations_with_replacement
+from itertools import accumulate, combinations_with_replacement
 from typing import NamedTuple
 
 from parallel.pipeline.actions import Orders
@@ -31,6 +30,7 @@ HAND_MADE = ("uniform", "balanced", "standalone", "split")
 SLACK = (1.0, 1.01, 1.04)  # above the least T, layouts that may still be faster
 MOST_SHAPES = 32  # placements whose schedule is built
 MOST_RUNS = 4  # and whose schedule is simulated
+MANY_STEPS = 10_000  # ranks times micro-batches from which half as many are
 EPS = 1e-9
 
 
@@ -73,7 +73,11 @@ def best_plan(request: PlanRequest) -> Planned:
     best: Planned | None = None
     refusals: list[str] = []
     chunked = _ranked(request, chunked_placements(request))
-    for candidates, enough in ((chunked, MOST_RUNS), (hand_made_placements(request), None)):
+    many = request.num_ranks * request.microbatches >= MANY_STEPS
+    for candidates, enough in (
+        (chunked, MOST_RUNS // (1 + many)),
+        (hand_made_placements(request), None),
+    ):
         accepted = 0
         for placement in candidates:
             ideal = max(costs.rank_loads(placement)) * request.microbatches
@@ -172,6 +176,14 @@ def chunked_placements(request: PlanRequest) -> Iterator[Placement]:
         yield model.placement(shape)
 
 
+class _Trunk(NamedTuple):
+    """Everything but heads: blocks and load of each rank, and the ranks that heads go to."""
+
+    blocks: tuple[int, ...]
+    loads: list[float]
+    hosts: list[int]
+
+
 class _Model:
     """The loads of a model's pieces."""
 
@@ -181,7 +193,7 @@ class _Model:
         self.blocks = sum(unit.kind == BLOCK for unit in request.units)
         self.depth, self.chunks = request.mtp_depth, request.head_chunks
         first, last = costs[Unit(EMBEDDING)].load, costs[Unit(NORM)].load
-        self.prefix = [first]  # load of the embedding and the first n blocks
+        self.prefix = [first]  # load of the embedding and the first n blocks together
         for block in range(self.blocks):
             end = last if block == self.blocks - 1 else 0.0
             self.prefix.append(self.prefix[-1] + costs[Unit(BLOCK, block)].load + end)
@@ -229,46 +241,53 @@ class _Search:
         self.model, self.limit = model, limit
         self.pieces = 1 if whole_heads else model.chunks  # per head
         self.piece_loads = [load * model.chunks / self.pieces for load in model.head_chunk]
+        # How many of the last ranks keep the same room for heads; 0: heads get what is left.
+        windows = sorted({n for n in (0, 1, 2, 3, 4, model.ranks // 2, model.ranks)
+                          if n <= model.ranks})  # fmt: skip
+        self.options = [(m, w) for m in model.mtp_placements() for w in windows]
 
-    @cached_property
-    def windows(self) -> list[int]:
-        """How many of the last ranks keep the same room for heads; 0: they get what is left."""
-        ranks = self.model.ranks
-        return sorted({n for n in (0, 1, 2, 3, 4, ranks // 2, ranks) if n <= ranks})
-
-    def shapes(self) -> dict[Shape, float]:
-        """Shapes with their largest loads."""
-        options = [(m, w) for m in self.model.mtp_placements() for w in self.windows]
-        least = 2 * self.model.total
-        for option in options:
-            least = self._improve(option, least)
-        found = {}
-        for slack in SLACK:
-            for option in options:
-                shaped = self._shape(option, least * slack)
-                if shaped is not None and shaped[0].idle_rank is None:
-                    found[shaped[0]] = shaped[1]
-        return found
-
-    def _improve(self, option: tuple[tuple[int, ...], int], least: float) -> float:
-        """The least T with this option, if it is less than ``least``."""
-        low = self.model.total / self.model.ranks
-        shaped = self._shape(option, least * (1 - 1e-4))
-        while shaped is not None:
-            least = min(least, shaped[1])
-            if least - low < 1e-4 * least:
-                break
-            middle = (low + least) / 2
-            shaped = self._shape(option, middle)
-            while shaped is None and least - middle > 1e-4 * least:
-                low, middle = middle, (middle + least) / 2
-                shaped = self._shape(option, middle)
+    def least(self) -> float:
+        """The least T that was found, to a hundredth of a percent."""
+        least, low = 2 * self.model.total, self.model.total / self.model.ranks
+        for option in self.options:
+            lowest, highest = low, least * (1 - 1e-4)
+            if self._trunk(option, highest) is None:
+                continue
+            while highest - lowest > 1e-4 * highest:
+                middle = (lowest + highest) / 2
+                if self._trunk(option, middle) is None:
+                    lowest = middle
+                else:
+                    highest = middle
+            least = highest
         return least
 
-    def _shape(
-        self, option: tuple[tuple[int, ...], int], target: float
-    ) -> tuple[Shape, float] | None:
-        """A shape without a load over ``target`` and its largest load."""
+    def shapes(self) -> dict[Shape, float]:
+        """Shapes of nearly the least T, with their largest loads."""
+        found: dict[Shape, float] = {}
+        least = self.least()
+        for slack in SLACK:
+            trunks = {}
+            for option in self.options:
+                trunk = self._trunk(option, least * slack)
+                if trunk is not None:
+                    trunks[trunk.blocks, option[0]] = trunk
+            for (blocks, mtp_ranks), trunk in trunks.items():
+                shape = Shape(blocks, mtp_ranks, self._even(trunk, least * slack))
+                if shape.idle_rank is None:
+                    found[shape] = self.load(shape, trunk)
+        return found
+
+    def load(self, shape: Shape, trunk: _Trunk) -> float:
+        """Of the busiest rank."""
+        sizes = self.model.head_chunk
+        return max(
+            load + sum(n * size for n, size in zip(mine, sizes))
+            for load, mine in zip(trunk.loads, shape.chunks)
+        )
+
+    def _trunk(self, option: tuple[tuple[int, ...], int], target: float) -> _Trunk | None:
+        """Everything but heads, with hosts that have room for these below ``target``."""
         mtp_ranks, window = option
         loads = [0.0] * self.model.ranks
         for rank, load in zip(mtp_ranks, self.model.mtp):
@@ -278,14 +297,15 @@ class _Search:
         blocks = self._fill_blocks(loads, min(mtp_ranks, default=len(loads) - 1), window, target)
         if blocks is None:
             return None
-        counts = self._fill_heads(loads, target)
-        if counts is None:
-            return None
-        for rank, mine in enumerate(counts):
-            loads[rank] += sum(n * load for n, load in zip(mine, self.piece_loads))
-        scale = self.model.chunks // self.pieces
-        chunks = tuple(tuple(n * scale for n in mine) for mine in counts)
-        return Shape(tuple(blocks), mtp_ranks, chunks), max(loads)
+        by_room = sorted(range(len(loads)), key=lambda rank: (loads[rank], -rank))
+        room = accumulate(target - loads[rank] for rank in by_room)
+        enough = self.model.heads * (1 - EPS)
+        count = next((n for n, sum_ in enumerate(room, 1) if sum_ >= enough), len(loads) + 1)
+        for size in range(count, self.limit + 1):
+            chosen = sorted(by_room[:size])
+            if _deal(chosen, loads, target, self.piece_loads, self.pieces) is not None:
+                return _Trunk(tuple(blocks), loads, chosen)
+        return None
 
     def _fill_blocks(
         self, loads: list[float], last: int, window: int, target: float
@@ -293,46 +313,34 @@ class _Search:
         """Blocks per rank up to rank ``last``, as many as fit; adds them to ``loads``."""
         prefix, ranks = self.model.prefix, self.model.ranks
         level = _level(loads[ranks - window :], target, self.model.heads) if window else target
-        blocks, done = [], 0
+        blocks, done, loads[0] = [], 0, loads[0] + prefix[0]
         for rank in range(ranks):
             cap = level if rank >= ranks - window else target
-            start = prefix[done] if rank else 0.0
             end = done
             if rank <= last:
-                limit = start + (cap - loads[rank]) * (1 + EPS)
+                limit = prefix[done] + (cap - loads[rank]) * (1 + EPS)
                 end = max(done, bisect_right(prefix, limit) - 1)
             blocks.append(end - done)
-            loads[rank] += prefix[end] - start if end > done or rank == 0 else 0.0
+            loads[rank] += prefix[end] - prefix[done]
             done = end
         return blocks if done == self.model.blocks and loads[0] <= target * (1 + EPS) else None
 
-    def _fill_heads(self, loads: Sequence[float], target: float) -> list[list[int]] | None:
-        """Pieces of each depth by rank, evenly over the fewest hosts that can take them all."""
-        by_room = sorted(range(len(loads)), key=lambda rank: (loads[rank], -rank))
-        room, count = 0.0, 0
-        for rank in by_room:
-            room += target - loads[rank]
-            count += 1
-            if room >= self.model.heads * (1 - EPS):
-                break
-        for size in range(count, self.limit + 1):
-            chosen = sorted(by_room[:size])
-            if _deal(chosen, loads, target, self.piece_loads, self.pieces) is not None:
-                return self._even(chosen, loads, target)
-        return None
-
-    def _even(
-        self, chosen: list[int], loads: Sequence[float], target: float
-    ) -> list[list[int]] | None:
-        """The same hosts, filled to the lowest common level."""
+    def _even(self, trunk: _Trunk, target: float) -> tuple[tuple[int, ...], ...]:
+        """Chunks of each depth by rank, the hosts filled to the lowest common level."""
         high, low = target, 0.0
-        for _ in range(10):
+        for _ in range(8):
             middle = (low + high) / 2
-            if _deal(chosen, loads, middle, self.piece_loads, self.pieces) is None:
+            if _deal(trunk.hosts, trunk.loads, middle, self.piece_loads, self.pieces) is None:
                 low = middle
             else:
                 high = middle
-        return _deal(chosen, loads, high, self.piece_loads, self.pieces)
+        dealt = _deal(trunk.hosts, trunk.loads, high, self.piece_loads, self.pieces)
+        assert dealt is not None
+        scale = self.model.chunks // self.pieces
+        chunks = [(0,) * len(self.piece_loads)] * self.model.ranks
+        for rank, counts in zip(trunk.hosts, dealt):
+            chunks[rank] = tuple(n * scale for n in counts)
+        return tuple(chunks)
 
 
 def _level(loads: Sequence[float], target: float, heads: float) -> float:
@@ -346,23 +354,23 @@ def _level(loads: Sequence[float], target: float, heads: float) -> float:
 
 
 def _deal(
-    chosen: Sequence[int], loads: Sequence[float], target: float, sizes: Sequence[float],
-    pieces: int,
-) -> list[list[int]] | None:  # fmt: skip
-    """Give the ranks ``chosen`` in turn what fits below ``target``, depth after depth."""
-    counts = [[0] * len(sizes) for _ in loads]
-    depth, left = 0, pieces
-    for rank in chosen:
+    hosts: Sequence[int], loads: Sequence[float], target: float, sizes: Sequence[float], pieces: int
+) -> list[list[int]] | None:
+    """Give the ``hosts`` in turn what fits below ``target``, depth after depth; by host."""
+    dealt, depth, left = [], 0, pieces
+    for rank in hosts:
         room = (target - loads[rank]) * (1 + EPS) + EPS * target
+        counts = [0] * len(sizes)
         while depth < len(sizes):
             size = sizes[depth]
             taken = min(left, int(room / size)) if size > 0 else left
             if taken <= 0:
                 break
-            counts[rank][depth] = taken
+            counts[depth] = taken
             room -= taken * size
             left -= taken
             if left:
                 break
             depth, left = depth + 1, pieces
-    return counts if depth == len(sizes) else None
+        dealt.append(counts)
+    return dealt if depth == len(sizes) else None

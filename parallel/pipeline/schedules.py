@@ -254,7 +254,10 @@ def _fastest(
             f"no schedule keeps at most {limits} micro-batches in flight on the ranks of this "
             "placement; allow more"
         )
-    times = [Execution(program, orders).makespan for _, orders in finalists]
+    if len(finalists) == 1:
+        times = [0.0]
+    else:
+        times = [Execution(program, orders).makespan for _, orders in finalists]
     near = [i for i, time in enumerate(times) if time <= WORTH * min(times)]
     best = min(near, key=lambda i: (finalists[i][0], times[i], i))
     return [[Action(op.kind, op.stage, mb) for op, mb in order] for order in finalists[best][1]]
@@ -268,11 +271,11 @@ def _periodic_orders(
 ) -> list[Counted]:
     """The fastest periodic orders, and the fastest that keeps the fewest in flight."""
     ranks = program.placement.num_ranks
-    few = min(count, max(3 * ranks, ENOUGH_STEPS // ranks))
+    few = min(count, max(2 * ranks + 8, ENOUGH_STEPS // ranks))
     tried: list[tuple[float, int, Block, int]] = []
     blocks = building_blocks(program, count, split=split, max_in_flight=limits)
     for block in blocks[:MOST_BLOCKS]:
-        for ahead in sorted({0, 1, 2, ranks // 2, ranks}):
+        for ahead in sorted({0, 1, ranks // 4, ranks // 2, min(ranks, 16)}):
             orders = block.orders(ranks, few, ahead)
             peak = _peak(block.orders(ranks, min(count, 4 * ranks), ahead), limits)
             if peak is not None:
@@ -282,6 +285,7 @@ def _periodic_orders(
     tried.sort(key=lambda entry: entry[:2])
     near = [entry for entry in tried if entry[0] <= WORTH * tried[0][0]]
     chosen = [*tried[:1], *sorted(near, key=lambda entry: entry[1::-1])[:1]]
+    chosen = chosen[: 1 + (chosen[0] is not chosen[-1])] if chosen else []
     full = [block.orders(ranks, count, ahead) for *_, block, ahead in chosen]
     counted = [(_peak(orders, limits), orders) for orders in full]
     return [(peak, orders) for peak, orders in counted if peak is not None]
