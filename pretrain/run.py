@@ -45,13 +45,26 @@ def run(config: RunConfig, arguments: Sequence[str]) -> int:
                 if rank == 0:
                     report_weights(config, folder, trainer.state.step)
             if rank == 0:
-                if outcome == "finished":
-                    finish(config, folder)
+                if outcome == "finished" and not finished(trainer):
+                    outcome = "preempted"
                 folder.write_status(outcome)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
     return EXIT_CODES[outcome]
+
+
+def finished(trainer: Trainer) -> bool:
+    """Make what the configuration wants of the result; whether no signal came before its end."""
+    try:
+        trainer.stop.release()
+        finish(trainer.config, trainer.folder)
+    except KeyboardInterrupt:
+        print(
+            "interrupted: all steps are saved; the same command makes what is missing", flush=True
+        )
+        return False
+    return True
 
 
 def report_weights(config: RunConfig, folder: RunFolder, last: int) -> None:

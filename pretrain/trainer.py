@@ -56,6 +56,14 @@ class StopRequest:
             raise KeyboardInterrupt  # a second Ctrl-C does not wait for the step
         self.received = number
 
+    def release(self) -> None:
+        """All steps are done and saved: from now on a signal interrupts what follows, and so does
+        one that came too late for the loop.  ``KeyboardInterrupt``."""
+        for number in self.SIGNALS:
+            signal.signal(number, signal.default_int_handler)
+        if self.received:
+            raise KeyboardInterrupt
+
     def agreed(self, all_reduce_max: Callable[[float], float]) -> bool:
         return all_reduce_max(float(self.received)) > 0
 

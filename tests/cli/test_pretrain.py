@@ -173,6 +173,37 @@ def test_ctrl_c_during_imports_is_one_line(workspace: Workspace, module: str) ->
     assert not workspace.folder.exists()
 
 
+@pytest.mark.parametrize("when", ["last step", "export"])
+def test_a_signal_after_training_leaves_the_rest_for_later(workspace: Workspace, when: str) -> None:
+    """What is half made goes; the same command trains nothing and makes it."""
+    workspace.change(finish={"export": "auto"}, metrics={"every": 1, "trackers": []})
+    run = RunFolder(workspace.folder)
+    command = [sys.executable, str(ROOT / "launch" / "pretrain.py"), str(workspace.recipe)]
+    output = workspace.root / "output"
+    with output.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:
+        deadline = time.monotonic() + 60
+        begun = "\n4/4  loss" if when == "last step" else "\n4/4  eval"
+        while begun not in output.read_text() or (
+            when == "export" and not list(run.path.glob(".huggingface.tmp*"))
+        ):
+            assert process.poll() is None, output.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+    text = output.read_text()
+    assert process.returncode == 0, text
+    assert text.endswith(
+        "\ninterrupted: all steps are saved; the same command makes what is missing\n"
+    )
+    assert run.read_status() == "preempted"
+    assert list_steps(run.checkpoints) == [2, 4]
+    assert not list(run.path.glob("*huggingface*"))
+
+    workspace.train()
+    assert run.read_status() == "finished"
+    assert (run.path / "huggingface" / "config.json").is_file()
+
+
 def test_a_signal_stops_torchrun_and_the_same_command_finishes(workspace: Workspace) -> None:
     """SIGTERM reaches both ranks: they agree on a step, save it, and end; one process goes on."""
     steps = 150
