@@ -61,6 +61,18 @@ class PipelineConfig:
         metadata={"help": "planner=adahc: most micro-batches between forward and backward"},
     )
 
+    costs: str | None = field(
+        default=None, metadata={"help": "file with times per unit; null = in proportion to FLOPs"}
+    )
+    measure_every: int = field(
+        default=50,
+        metadata={"help": "steps between measurements of bubble, timeline and costs; 0 = never"},
+    )
+    rebalance: bool = field(
+        default=False,
+        metadata={"help": "planner=adahc: move head chunks between hosts as measured"},
+    )
+
     @property
     def splits_weight_gradients(self) -> bool:
         return self.schedule in ("zb_h1", "adahc_zb")
@@ -91,6 +103,11 @@ class PipelineConfig:
                 found.append((name, "is set but planner is not adahc: it would be ignored"))
             elif value is not None and value < 1:
                 found.append((name, f"must be positive, got {value}"))
+        if self.measure_every < 0:
+            found.append(("measure_every", f"must not be negative, got {self.measure_every}"))
+        if self.rebalance and not (self.planner == "adahc" and self.measure_every):
+            text = "needs planner=adahc and measure_every > 0: it would be ignored"
+            found.append(("rebalance", text))
         return found
 
 

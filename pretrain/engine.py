@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from models.config import ModelConfig
 from models.flops import unit_sizes
 from models.losses import Term
-from models.transformer import Transformer, logical_name
+from models.transformer import Transformer, logical_name, module_name
 from parallel.apply import BuildOptions, ParallelModel, build_parallel_model
 from parallel.gradients import reduce_gradients, zero_gradients
 from parallel.mesh import Mesh, ParallelConfig
@@ -22,51 +23,85 @@ from parallel.pipeline.cost import CostTable, UnitCost
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.links import Links, create_links
 from parallel.pipeline.planner import PlanRequest, make_placement
-from parallel.pipeline.schedules import make_schedule
-from parallel.pipeline.units import Placement, Unit, model_units
+from parallel.pipeline.schedules import Conditions, make_schedule
+from parallel.pipeline.timeline import Event
+from parallel.pipeline.units import EMBEDDING, HEAD, MTP, Placement, Unit, model_units
 from parallel.split import split_linear_maps
 from parallel.stage import MicroBatch, ShardedWeights, Stage, unit_name
 
 from .objectives.base import Objective
 
 
-def cost_table(config: ModelConfig, sequence_length: int, element_bytes: int = 4) -> CostTable:
-    """Costs of every unit per sequence: FLOPs for times, bytes for sizes."""
+def cost_table(
+    config: ModelConfig, sequence_length: int, element_bytes: int = 4, chunks: int = 1
+) -> CostTable:
+    """Costs of every unit per sequence: FLOPs for times, bytes for sizes.
+
+    Weights that units share (vocabulary matrices, a repeated block) count once per rank.
+    """
     sizes = unit_sizes(config, sequence_length)
     hidden = config.hidden * sequence_length * element_bytes
-    return CostTable(
-        by_unit={
-            unit: UnitCost(
-                forward=sizes[unit_name(unit)].flops,
-                backward=2 * sizes[unit_name(unit)].flops,
-                activation_bytes=sizes[unit_name(unit)].activations * element_bytes,
-                parameter_bytes=sizes[unit_name(unit)].parameters * element_bytes,
-                output_bytes=hidden,
-            )
-            for unit in placed_units(config)
-        }
+    vocabulary = config.padded_vocab_size * config.hidden * element_bytes
+    table = ("vocabulary", vocabulary) if config.tie_embeddings else ("embedding", vocabulary)
+    embeds = config.mtp.kind != "parallel" and config.mtp.embedding == "shared"
+
+    def cost(unit: Unit) -> UnitCost:
+        size = sizes[unit_name(unit)]
+        weights = float(sizes[module_name(config, unit_name(unit))].parameters * element_bytes)
+        shared: list[tuple[str, float]] = []
+        if unit.kind == EMBEDDING or (unit.kind == MTP and embeds):
+            shared.append(table)
+        if unit.kind == HEAD:
+            shared.append(table if config.tie_embeddings else ("head", vocabulary))
+        if unit.kind == MTP and config.mtp.kind == "repeated":
+            shared.append(("mtp", weights))
+        own = unit.kind in (EMBEDDING, HEAD) or any(name == "mtp" for name, _ in shared)
+        part = 1 / chunks if unit.kind == HEAD else 1.0
+        return UnitCost(
+            forward=size.flops * part,
+            backward=2 * size.flops * part,
+            activation_bytes=size.activations * element_bytes * part,
+            parameter_bytes=0.0 if own else weights,
+            output_bytes=hidden,
+            shared_bytes=tuple(shared),
+        )
+
+    units = model_units(config.layers, config.mtp.depth, chunks)
+    return CostTable(by_unit={unit: cost(unit) for unit in units})
+
+
+def plan_request(
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    sequence_length: int,
+    micro_batches: int | None = None,
+) -> PlanRequest:
+    """What the planner is asked; ``micro_batches`` of one step, 8 per rank unless given."""
+    pipeline = parallel.pipeline
+    chunks = pipeline.chunks(parallel.rows(sequence_length))
+    return PlanRequest(
+        units=tuple(model_units(config.layers, config.mtp.depth, chunks)),
+        num_ranks=parallel.pp,
+        stages_per_rank=pipeline.virtual_stages,
+        costs=cost_table(config, sequence_length, chunks=chunks),
+        layout=pipeline.layout,
+        mtp_input=config.mtp.wiring,
+        schedule=pipeline.schedule if pipeline.planner == "adahc" else "adahc",
+        num_microbatches=micro_batches,
+        max_hosts=pipeline.max_hosts,
+        max_in_flight=pipeline.max_in_flight,
     )
-
-
-def placed_units(config: ModelConfig, head_chunks: int = 1) -> list[Unit]:
-    """Every unit of a model, in data-flow order."""
-    return model_units(config.layers, config.mtp.depth, head_chunks)
 
 
 def plan_placement(
-    config: ModelConfig, parallel: ParallelConfig, sequence_length: int
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    sequence_length: int,
+    micro_batches: int | None = None,
 ) -> Placement:
     """Which unit runs where; ``ValueError`` when the planner cannot place this model."""
-    pipeline = parallel.pipeline
-    request = PlanRequest(
-        units=tuple(placed_units(config)),
-        mtp_input=config.mtp.wiring,
-        num_ranks=parallel.pp,
-        stages_per_rank=pipeline.virtual_stages,
-        costs=cost_table(config, sequence_length),
-        layout=pipeline.layout,
-    )
-    return make_placement(pipeline.planner if parallel.pp > 1 else "balanced", request)
+    request = plan_request(config, parallel, sequence_length, micro_batches)
+    return make_placement(parallel.pipeline.planner if parallel.pp > 1 else "balanced", request)
 
 
 def rank_units(placement: Placement, rank: int) -> set[str]:
@@ -97,6 +132,21 @@ class StepResult:
     counts: dict[str, int]
 
 
+@dataclass
+class Recording:
+    """One rank's recorded step.  seconds: of all its actions.  events: compute actions and waits
+    for receives, by wall clock, so that those of several ranks can be drawn together."""
+
+    micro_batches: int
+    seconds: float
+    events: list[Event]
+
+
+def _by_wall_clock(events: Sequence[Event]) -> list[Event]:
+    ahead = time.time() - time.perf_counter()
+    return [replace(e, start=e.start + ahead, end=e.end + ahead) for e in events]
+
+
 class Engine:
     """This rank's part of a training step under any layout."""
 
@@ -106,23 +156,28 @@ class Engine:
         parallel: ParallelConfig,
         placement: Placement,
         compute_dtype: torch.dtype,
+        costs: CostTable | None = None,
     ) -> None:
         self.model = model
+        self.costs = costs
         self.parallel = parallel
         self.compute_dtype = compute_dtype
         self.weights = ShardedWeights(model.part, parallel.reshard_after_forward)
+        self.recording: Recording | None = None
         self._links: Links | None = None
         self.place(placement)
-        kinds = {action.kind for order in self._schedule(1).compute_orders() for action in order}
+        kinds = {action.kind for order in self.schedule(1).compute_orders() for action in order}
         if kinds & {Kind.BACKWARD_WEIGHT, Kind.HEAD_WEIGHT}:
             split_linear_maps(model.part, self.weights.later)
 
-    def place(self, placement: Placement) -> None:
+    def place(self, placement: Placement, costs: CostTable | None = None) -> None:
         """Run this placement from the next step on; every rank calls it.
 
         Each rank must hold the same weights as before: head chunks may move between ranks that
-        already have heads, everything else stays.
+        already have heads, everything else stays.  ``costs``: better ones than known so far, the
+        same on every rank; the schedule is fitted to them.
         """
+        self.costs = costs or self.costs
         rank = self.model.mesh.rank("pp")
         assert rank_units(placement, rank) == self.model.part.units, "a unit changed its rank"
         self.placement = placement
@@ -130,7 +185,7 @@ class Engine:
             number: Stage(self.weights, self.compute_dtype, placement, number)
             for number in placement.stages_of(rank)
         }
-        orders = self._schedule(1).compute_orders()
+        orders = self.schedule(1).compute_orders()
         split = {a.stage for order in orders for a in order if a.kind is Kind.HEAD_WEIGHT}
         for number, stage in self.stages.items():
             stage.split_head = number in split
@@ -138,10 +193,14 @@ class Engine:
         self._links = self._make_links()
         self._executors: dict[int, Executor] = {}
 
-    def _schedule(self, micro_batches: int) -> Schedule:
+    def schedule(self, micro_batches: int) -> Schedule:
+        """The actions of a step of so many micro-batches."""
         keeps_weights = self.model.mesh.size("fsdp") > 1 and not self.parallel.reshard_after_forward
-        name = self.parallel.pipeline.schedule
-        return make_schedule(name, self.placement, micro_batches, sharded=keeps_weights)
+        pipeline = self.parallel.pipeline
+        conditions = Conditions(self.costs, max_in_flight=pipeline.max_in_flight)
+        return make_schedule(
+            pipeline.schedule, self.placement, micro_batches, conditions, sharded=keeps_weights
+        )
 
     def _make_links(self) -> Links:
         mesh = self.model.mesh
@@ -150,12 +209,12 @@ class Engine:
         assert mesh.device_mesh is not None
         pipelines = mesh.device_mesh.mesh.reshape(mesh.size("pp"), -1).T.tolist()
         timeout = timedelta(minutes=self.parallel.timeout_minutes)
-        return create_links(self._schedule(1), pipelines, mesh.device, timeout, self._links)
+        return create_links(self.schedule(1), pipelines, mesh.device, timeout, self._links)
 
     def executor(self, micro_batches: int) -> Executor:
         """The checked action lists for this number of micro-batches, prepared once."""
         if micro_batches not in self._executors:
-            schedule = self._schedule(micro_batches)
+            schedule = self.schedule(micro_batches)
             check_schedule(schedule)
             assert self._links is not None
             timeout = 60 * self.parallel.timeout_minutes
@@ -164,12 +223,23 @@ class Engine:
             )
         return self._executors[micro_batches]
 
-    def forward_backward(self, batches: Sequence[MicroBatch], objective: Objective) -> StepResult:
-        """Accumulate and reduce every gradient of one step (gradients are zeroed first)."""
+    def forward_backward(
+        self, batches: Sequence[MicroBatch], objective: Objective, record: bool = False
+    ) -> StepResult:
+        """Accumulate and reduce every gradient of one step (gradients are zeroed first).
+
+        ``record``: keep the times of its actions in ``recording``.
+        """
         zero_gradients(self.model)
         counts = self.global_counts(objective.counts(batches))
         terms = self._begin(batches, objective.terms(counts))
-        self.executor(len(batches)).run()
+        executor = self.executor(len(batches))
+        executor.record = record
+        begin = time.perf_counter()
+        executor.run()
+        if record:
+            seconds = time.perf_counter() - begin
+            self.recording = Recording(len(batches), seconds, _by_wall_clock(executor.events))
         reduce_gradients(self.model)
         return self._result(counts, {term.name: term.normalizer for term in terms})
 
@@ -223,10 +293,13 @@ def build_engine(
     options: BuildOptions,
     sequence_length: int,
     placement: Placement | None = None,
+    micro_batches: int | None = None,
 ) -> Engine:
     """Plan (unless a ``placement`` is given), build, shard and initialise this rank's part of the
-    model."""
-    placement = placement or plan_placement(config, parallel, sequence_length)
+    model.  ``micro_batches`` of a usual step: what the plan is made for."""
+    placement = placement or plan_placement(config, parallel, sequence_length, micro_batches)
     units, hosts = rank_units(placement, mesh.rank("pp")), shared_hosts(config, placement)
     model = build_parallel_model(config, parallel, mesh, options, units, hosts)
-    return Engine(model, parallel, placement, options.compute_dtype or options.dtype)
+    chunks = sum(unit.kind == HEAD and unit.index == 0 for unit in placement.units)
+    costs = cost_table(config, sequence_length, chunks=chunks)
+    return Engine(model, parallel, placement, options.compute_dtype or options.dtype, costs)

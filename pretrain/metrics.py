@@ -46,6 +46,8 @@ METRICS = {
     "time/excluded_seconds": "s",
     "time/elapsed_seconds": "s",
     "time/eta_seconds": "s",
+    "pipeline/bubble": "1",
+    "pipeline/bubble_predicted": "1",
     "data/tokens": "tokens",
     "data/samples": "samples",
     "data/chinchilla_multiple": "1",
@@ -253,6 +255,9 @@ def format_step(step: int, total_steps: int, row: Row, note: str = "") -> str:
     memory = "memory/cuda_peak_gib" if "memory/cuda_peak_gib" in row else "memory/rss_gib"
     add(memory, lambda gib: f"mem {gib:5.2f} GiB")
     add("time/data_wait_percent", lambda share: f"data {share:4.1f}%")
+    if "pipeline/bubble" in row:
+        predicted = row["pipeline/bubble_predicted"]
+        parts.append(f"bubble {row['pipeline/bubble']:.1%} (predicted {predicted:.1%})")
     multiple = row.get("data/chinchilla_multiple", math.nan)
     add("data/tokens", lambda seen: f"{_short(seen):>5} tok ({multiple:.2f}x Chinchilla)")
     add("time/eta_seconds", lambda eta: f"eta {_duration(eta)}")

@@ -33,6 +33,7 @@ from .initial_weights import load_initial_weights
 from .metrics import MetricLogger
 from .objectives.base import build_objective
 from .optimizer import ShardedAdamW
+from .pipeline_meter import PipelineMeter
 from .run_folder import RunFolder, write_json
 from .schedule import learning_rate_factor
 from .state import RunState
@@ -120,8 +121,10 @@ class Trainer:
             compile=config.kernels.compile,
         )
         self.engine = build_engine(
-            config.model, config.parallel, mesh, options, config.training.sequence_length
-        )
+            config.model, config.parallel, mesh, options, config.training.sequence_length,
+            micro_batches=config.training.batch // (micro * mesh.data_size),
+        )  # fmt: skip
+        self.pipeline = PipelineMeter(self.engine, self.folder, self.rank == 0)
         self.model = self.engine.model
         self.evaluator = Evaluator(config, self.engine, self.objective)
         self.optimizer = ShardedAdamW(self.model, config.optimizer, config.kernels.optimizer)
@@ -208,7 +211,8 @@ class Trainer:
         """Forward, backward, judgement, update; the state moves on by one step."""
         config, state = self.config, self.state
         number = state.step + 1
-        result = self.engine.forward_backward(micro_batches, self.objective)
+        measured = self.pipeline.due(number)
+        result = self.engine.forward_backward(micro_batches, self.objective, measured)
         norm = gradient_norm(self.model)
         decision = self.health.check(number, result.losses[self.objective.primary], float(norm))
         factor = learning_rate_factor(config.schedule, state.step, self.total_steps)
@@ -224,6 +228,9 @@ class Trainer:
             "optim/grad_norm": float(norm),
             "optim/lr": lr,
         }
+        if measured:
+            with self.meter.excluded():
+                figures |= self.pipeline.report(number)
         self._log(number, figures, decision)
         if decision.action != "stop":
             state.step, state.samples = number, state.samples + config.training.batch
@@ -236,9 +243,11 @@ class Trainer:
                 number, decision, loss=figures["loss/train"], grad_norm=figures["optim/grad_norm"],
                 first_sample=first, last_sample=first + count - 1,
             )  # fmt: skip
-        if self.logger.due(number) or decision.reason:
+        if self.logger.due(number) or decision.reason or "pipeline/bubble" in figures:
             figures |= self.meter.report() | memory_report(self.model.mesh.device.type)
             self.logger.log_step(number, figures, note=decision.reason)
+            if "pipeline/bubble" in figures and self.pipeline.note:
+                self.logger.announce(self.pipeline.note)
 
     def _evaluate_and_save(self, stopping: bool) -> None:
         step, last = self.state.step, self.state.step == self.total_steps

@@ -18,7 +18,7 @@ from models.attention import AttentionConfig
 from models.config import ModelConfig
 from models.feedforward import SwiGLU
 from models.losses import IGNORE
-from parallel.apply import BuildOptions
+from parallel.apply import BuildOptions, ParallelModel
 from parallel.gradients import full_gradients, gradient_norm
 from parallel.mesh import ParallelConfig, build_mesh
 from parallel.pipeline.units import Placement
@@ -77,34 +77,46 @@ def ragged_labels(case: Case, labels: Tensor, step: int) -> Tensor:
 
 def micro_batches(case: Case, engine: Engine, step: int = 0) -> list[Any]:
     """This data rank's share of the global batch, cut into micro-batches."""
+    mesh = engine.model.mesh
+    return micro_batches_of(case, step, mesh.data_rank, mesh.data_size)
+
+
+def micro_batches_of(case: Case, step: int, data_rank: int, data_size: int) -> list[Any]:
     tokens, documents = global_batch(case, step)
     objective = build_objective(case.objective, case.model)
     whole = objective.micro_batch(tokens, documents, range(case.sequences))
     fields = {name: ragged_labels(case, labels, step) for name, labels in whole.fields.items()}
-    mesh = engine.model.mesh
-    share = case.sequences // mesh.data_size
+    share = case.sequences // data_size
     size = share // case.micro_batches
-    assert size * case.micro_batches * mesh.data_size == case.sequences
+    assert size * case.micro_batches * data_size == case.sequences
     result = []
     for index in range(case.micro_batches):
-        begin = mesh.data_rank * share + index * size
+        begin = data_rank * share + index * size
         span = slice(begin, begin + size)
         seen = None if whole.documents is None else whole.documents[span]
-        share_of_fields = {name: labels[span] for name, labels in fields.items()}
-        result.append(replace(whole, ids=whole.ids[span], fields=share_of_fields, documents=seen))
+        own = {name: labels[span] for name, labels in fields.items()}
+        result.append(replace(whole, ids=whole.ids[span], fields=own, documents=seen))
     return result
+
+
+def options_of(case: Case) -> BuildOptions:
+    return BuildOptions(
+        dtype=case.dtype, compute_dtype=case.compute_dtype, seed=7, compile=case.compile
+    )
+
+
+def enlarge(model: ParallelModel) -> None:
+    """Larger weights than the default: gradients of every parameter must be far from rounding."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and "embedding" not in name and "head" not in name:
+            parameter.detach().mul_(5)
 
 
 def build(case: Case) -> Engine:
     mesh = build_mesh(case.parallel, torch.device("cpu"))
-    options = BuildOptions(
-        dtype=case.dtype, compute_dtype=case.compute_dtype, seed=7, compile=case.compile
-    )
+    options = options_of(case)
     engine = build_engine(case.model, case.parallel, mesh, options, SEQUENCE, case.placement)
-    # Larger weights than the default: gradients of every parameter must be far from rounding.
-    for name, parameter in engine.model.named_parameters():
-        if parameter.dim() > 1 and "embedding" not in name and "head" not in name:
-            parameter.detach().mul_(5)
+    enlarge(engine.model)
     if case.sabotage is not None:
         case.sabotage(engine)
     return engine

@@ -18,14 +18,16 @@ from models.mtp import MTPConfig
 from parallel import gradients
 from parallel.gradients import full_gradients
 from parallel.mesh import ParallelConfig, PipelineConfig
+from parallel.pipeline.schedules import Conditions, make_schedule
 from parallel.ports import Port, _Deliver
 from parallel.stage import MicroBatch
-from pretrain.engine import Engine
+from pretrain.engine import Engine, cost_table
 from pretrain.objectives.base import build_objective
 from pretrain.objectives.causal import Causal
 from tests.distributed import run_ranks
 from tests.parity.covering import MTP_FACTORS, Row, covering_array, pairs_of, table
 from tests.parity.harness import (
+    SEQUENCE,
     SMALL,
     Case,
     assert_parity,
@@ -36,6 +38,7 @@ from tests.parity.harness import (
     run_together,
 )
 from tests.parity.placements import scattered, tail_on_last
+from tests.parity.replay import replay
 
 pytestmark = pytest.mark.parity
 
@@ -133,6 +136,24 @@ def test_all_but_shared_weights_have_the_same_bits(kind: Any, dtype: torch.dtype
                 assert gradient_error({name: gradient}, wanted["gradients"])[0] <= limit, name
             else:
                 assert gradient.equal(wanted["gradients"][name]), name
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "adahc", "adahc_zb"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+def test_every_bit_is_that_of_a_replay(schedule: Any, tied: bool, dtype: torch.dtype) -> None:
+    """Against all ranks' actions in one process: shared weights included."""
+    model = replace(SEQUENTIAL, tie_embeddings=tied)
+    parallel = replace(STAR.parallel, pipeline=PipelineConfig(schedule))
+    case = replace(STAR, model=model, dtype=dtype, parallel=parallel)
+    assert case.placement is not None
+    costs = cost_table(model, SEQUENCE, chunks=4)
+    made = make_schedule(schedule, case.placement, case.micro_batches, Conditions(costs))
+    wanted = replay(case, made.compute_orders())
+    for found in run_case(case):
+        for name, gradient in found["gradients"].items():
+            assert gradient.equal(wanted[name]), name
+    assert_parity(case)
 
 
 def _slow_runs(rank: int, world: int, case: Case, runs: int) -> list[str]:
