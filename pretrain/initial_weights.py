@@ -9,8 +9,11 @@ import torch.distributed as dist
 
 from parallel.apply import ParallelModel, local_tensor, shard_offsets
 from parallel.checkpoint import load_checkpoint
+from parallel.checkpoint_format import read_manifest
+from parallel.resume import ABSENT, compare_configs
 
 from .config import RunConfig
+from .decode import encode
 from .state import weights
 from .trained import TrainedModel, check_names, expected_shapes, find_checkpoint, open_trained
 
@@ -44,10 +47,24 @@ def load_initial_weights(
     path = Path(config.checkpoint.init_from)
     if is_hugging_face(path):
         copy_shards(open_trained(path), model)
-    else:
-        path = find_checkpoint(path)
-        load_checkpoint(path, weights(model), group)
-    return f"starting from the weights of {path}"
+        return f"starting from the weights of {path}"
+    path = find_checkpoint(path)
+    load_checkpoint(path, weights(model), group)
+    changes = "".join(f"\n  {change}" for change in model_changes(config, path))
+    note = f"; its model had other settings (there -> here):{changes}" if changes else ""
+    return f"starting from the weights of {path}{note}"
+
+
+def model_changes(config: RunConfig, path: Path) -> list[str]:
+    """Settings in which the model of a checkpoint computes something else from the same weights."""
+    there = (read_manifest(path).metadata.get("config") or {}).get("model") or {}
+    found = compare_configs({"model": there}, {"model": encode(config.model)})
+    return [
+        str(change)
+        for change in found
+        # An older version did not have every setting.
+        if change.saved != ABSENT and not change.key.startswith("model.init.")
+    ]
 
 
 @torch.no_grad()
