@@ -47,7 +47,7 @@ from parallel.pipeline.schedules import make_schedule
 from parallel.pipeline.simulate import simulate
 from parallel.pipeline.units import Placement
 from parallel.stage import MicroBatch, ShardedWeights, Stage, unit_name
-from pretrain.engine import plan_placement
+from pretrain.placement import plan_placement
 
 RANKS = 2
 VIRTUAL = {"1f1b": 1, "interleaved": 2}

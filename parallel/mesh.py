@@ -70,7 +70,10 @@ class PipelineConfig:
     )
     rebalance: bool = field(
         default=False,
-        metadata={"help": "planner=adahc: move head chunks between hosts as measured"},
+        metadata={
+            "help": "planner=adahc: move head chunks between hosts as measured (times differ from"
+            " run to run, so runs no longer repeat bit for bit)"
+        },
     )
 
     @property

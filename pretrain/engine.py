@@ -11,116 +11,23 @@ import torch
 import torch.distributed as dist
 
 from models.config import ModelConfig
-from models.flops import unit_sizes
 from models.losses import Term
-from models.transformer import Transformer, logical_name, module_name
 from parallel.apply import BuildOptions, ParallelModel, build_parallel_model
 from parallel.gradients import reduce_gradients, zero_gradients
 from parallel.mesh import Mesh, ParallelConfig
 from parallel.pipeline.actions import Kind, Schedule
 from parallel.pipeline.checker import check_schedule
-from parallel.pipeline.cost import CostTable, UnitCost
+from parallel.pipeline.cost import INSTANT, CostTable, Network
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.links import Links, create_links
-from parallel.pipeline.planner import PlanRequest, make_placement
 from parallel.pipeline.schedules import Conditions, make_schedule
 from parallel.pipeline.timeline import Event
-from parallel.pipeline.units import EMBEDDING, HEAD, MTP, Placement, Unit, model_units
+from parallel.pipeline.units import HEAD, Placement
 from parallel.split import split_linear_maps
-from parallel.stage import MicroBatch, ShardedWeights, Stage, unit_name
+from parallel.stage import MicroBatch, ShardedWeights, Stage
 
 from .objectives.base import Objective
-
-
-def cost_table(
-    config: ModelConfig, sequence_length: int, element_bytes: int = 4, chunks: int = 1
-) -> CostTable:
-    """Costs of every unit per sequence: FLOPs for times, bytes for sizes.
-
-    Weights that units share (vocabulary matrices, a repeated block) count once per rank.
-    """
-    sizes = unit_sizes(config, sequence_length)
-    hidden = config.hidden * sequence_length * element_bytes
-    vocabulary = config.padded_vocab_size * config.hidden * element_bytes
-    table = ("vocabulary", vocabulary) if config.tie_embeddings else ("embedding", vocabulary)
-    embeds = config.mtp.kind != "parallel" and config.mtp.embedding == "shared"
-
-    def cost(unit: Unit) -> UnitCost:
-        size = sizes[unit_name(unit)]
-        weights = float(sizes[module_name(config, unit_name(unit))].parameters * element_bytes)
-        shared: list[tuple[str, float]] = []
-        if unit.kind == EMBEDDING or (unit.kind == MTP and embeds):
-            shared.append(table)
-        if unit.kind == HEAD:
-            shared.append(table if config.tie_embeddings else ("head", vocabulary))
-        if unit.kind == MTP and config.mtp.kind == "repeated":
-            shared.append(("mtp", weights))
-        own = unit.kind in (EMBEDDING, HEAD) or any(name == "mtp" for name, _ in shared)
-        part = 1 / chunks if unit.kind == HEAD else 1.0
-        return UnitCost(
-            forward=size.flops * part,
-            backward=2 * size.flops * part,
-            activation_bytes=size.activations * element_bytes * part,
-            parameter_bytes=0.0 if own else weights,
-            output_bytes=hidden,
-            shared_bytes=tuple(shared),
-        )
-
-    units = model_units(config.layers, config.mtp.depth, chunks)
-    return CostTable(by_unit={unit: cost(unit) for unit in units})
-
-
-def plan_request(
-    config: ModelConfig,
-    parallel: ParallelConfig,
-    sequence_length: int,
-    micro_batches: int | None = None,
-) -> PlanRequest:
-    """What the planner is asked; ``micro_batches`` of one step, 8 per rank unless given."""
-    pipeline = parallel.pipeline
-    chunks = pipeline.chunks(parallel.rows(sequence_length))
-    return PlanRequest(
-        units=tuple(model_units(config.layers, config.mtp.depth, chunks)),
-        num_ranks=parallel.pp,
-        stages_per_rank=pipeline.virtual_stages,
-        costs=cost_table(config, sequence_length, chunks=chunks),
-        layout=pipeline.layout,
-        mtp_input=config.mtp.wiring,
-        schedule=pipeline.schedule if pipeline.planner == "adahc" else "adahc",
-        num_microbatches=micro_batches,
-        max_hosts=pipeline.max_hosts,
-        max_in_flight=pipeline.max_in_flight,
-    )
-
-
-def plan_placement(
-    config: ModelConfig,
-    parallel: ParallelConfig,
-    sequence_length: int,
-    micro_batches: int | None = None,
-) -> Placement:
-    """Which unit runs where; ``ValueError`` when the planner cannot place this model."""
-    request = plan_request(config, parallel, sequence_length, micro_batches)
-    return make_placement(parallel.pipeline.planner if parallel.pp > 1 else "balanced", request)
-
-
-def rank_units(placement: Placement, rank: int) -> set[str]:
-    """Names of the units of one pipeline rank."""
-    stages = placement.stages_of(rank)
-    return {unit_name(unit) for stage in stages for unit in placement.stages[stage]}
-
-
-def shared_hosts(config: ModelConfig, placement: Placement) -> dict[str, tuple[int, ...]]:
-    """Pipeline ranks that hold each parameter, for those with several: vocabulary matrices that
-    heads and multi-token-prediction blocks share, and a block that is repeated."""
-    hosts: dict[str, list[int]] = {}
-    for rank in range(placement.num_ranks):
-        units = rank_units(placement, rank)
-        with torch.device("meta"):  # blocks are on one rank each
-            part = Transformer(config, [u for u in units if not u.startswith("blocks.")])
-        for name in {logical_name(name, config) for name, _ in part.named_parameters()}:
-            hosts.setdefault(name, []).append(rank)
-    return {name: tuple(ranks) for name, ranks in sorted(hosts.items()) if len(ranks) > 1}
+from .placement import cost_table, plan_placement, plan_request, rank_units, shared_hosts
 
 
 @dataclass
@@ -157,8 +64,10 @@ class Engine:
         placement: Placement,
         compute_dtype: torch.dtype,
         costs: CostTable | None = None,
+        network: Network = INSTANT,
     ) -> None:
         self.model = model
+        self.network = network
         self.costs = costs
         self.parallel = parallel
         self.compute_dtype = compute_dtype
@@ -197,7 +106,7 @@ class Engine:
         """The actions of a step of so many micro-batches."""
         keeps_weights = self.model.mesh.size("fsdp") > 1 and not self.parallel.reshard_after_forward
         pipeline = self.parallel.pipeline
-        conditions = Conditions(self.costs, max_in_flight=pipeline.max_in_flight)
+        conditions = Conditions(self.costs, self.network, pipeline.max_in_flight)
         return make_schedule(
             pipeline.schedule, self.placement, micro_batches, conditions, sharded=keeps_weights
         )
@@ -297,9 +206,13 @@ def build_engine(
 ) -> Engine:
     """Plan (unless a ``placement`` is given), build, shard and initialise this rank's part of the
     model.  ``micro_batches`` of a usual step: what the plan is made for."""
+    request = plan_request(config, parallel, sequence_length, micro_batches)
     placement = placement or plan_placement(config, parallel, sequence_length, micro_batches)
     units, hosts = rank_units(placement, mesh.rank("pp")), shared_hosts(config, placement)
     model = build_parallel_model(config, parallel, mesh, options, units, hosts)
-    chunks = sum(unit.kind == HEAD and unit.index == 0 for unit in placement.units)
-    costs = cost_table(config, sequence_length, chunks=chunks)
-    return Engine(model, parallel, placement, options.compute_dtype or options.dtype, costs)
+    costs = request.costs
+    if placement.units != request.units:
+        chunks = sum(unit.kind == HEAD and unit.index == 0 for unit in placement.units)
+        costs = cost_table(config, sequence_length, chunks=chunks)
+    dtype = options.compute_dtype or options.dtype
+    return Engine(model, parallel, placement, dtype, costs, request.network)

@@ -24,7 +24,7 @@ from parallel.tensor import parameter_plans
 
 from .activations import StageMeter, local_shape
 from .config import RunConfig
-from .engine import shared_hosts
+from .placement import shared_hosts
 
 STEP_BYTES = 4  # AdamW counts steps in one float32 per parameter
 PREFETCH = 2  # receives that the executor posts ahead on every link

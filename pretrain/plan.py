@@ -17,10 +17,11 @@ from parallel.pipeline.schedules import make_schedule
 from parallel.pipeline.simulate import Simulation, simulate
 from parallel.pipeline.timeline import ascii_timeline, svg_timeline
 from parallel.pipeline.units import Placement
+from parallel.stage import unit_name
 
 from .config import RunConfig, check_run
-from .engine import cost_table, plan_placement, shared_hosts, unit_name
 from .memory import RankMemory, memory_per_rank
+from .placement import cost_table, plan_placement, shared_hosts
 from .throughput import CHINCHILLA_TOKENS_PER_PARAMETER
 
 ASSUMED_UTILISATION = 0.4

@@ -18,7 +18,7 @@ from parallel.pipeline.measure import measured_costs, stage_seconds
 from parallel.pipeline.units import Placement, Unit, model_units
 from parallel.stage import MicroBatch, ShardedWeights, Stage
 
-from .engine import cost_table
+from .placement import cost_table
 
 
 def measure_units(

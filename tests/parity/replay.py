@@ -16,8 +16,8 @@ from parallel.pipeline.actions import HW, Action, B, F, H, I, TensorId, W, reads
 from parallel.pipeline.stage import METHODS
 from parallel.split import split_linear_maps
 from parallel.stage import ShardedWeights, Stage
-from pretrain.engine import rank_units
 from pretrain.objectives.base import build_objective
+from pretrain.placement import rank_units
 from tests.parity.harness import Case, enlarge, micro_batches_of, options_of
 
 

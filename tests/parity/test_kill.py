@@ -153,9 +153,14 @@ def newest(folder: Path) -> str:
     return max((path.name for path in folder.glob("step_*")), default="")
 
 
-INTERLEAVED = {"schedule": "interleaved", "virtual_stages": 2, "planner": "explicit"}
-MTP_PLANS = [
+INTERLEAVED: dict[str, Any] = {
+    "schedule": "interleaved",
+    "virtual_stages": 2,
+    "planner": "explicit",
+}
+MTP_PLANS: list[dict[str, Any]] = [
     {"pp": 2, "pipeline": INTERLEAVED | {"layout": "E|t|tmm|L"}},  # heads beside the embedding
+    {"pp": 2, "pipeline": {"planner": "adahc", "schedule": "adahc", "head_chunks": 8}},
     {"pp": 2, "pipeline": {"planner": "uniform"}},
     {"dp": 1},
 ]

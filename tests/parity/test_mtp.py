@@ -21,9 +21,10 @@ from parallel.mesh import ParallelConfig, PipelineConfig
 from parallel.pipeline.schedules import Conditions, make_schedule
 from parallel.ports import Port, _Deliver
 from parallel.stage import MicroBatch
-from pretrain.engine import Engine, cost_table
+from pretrain.engine import Engine
 from pretrain.objectives.base import build_objective
 from pretrain.objectives.causal import Causal
+from pretrain.placement import cost_table
 from tests.distributed import run_ranks
 from tests.parity.covering import MTP_FACTORS, Row, covering_array, pairs_of, table
 from tests.parity.harness import (
@@ -153,6 +154,32 @@ def test_every_bit_is_that_of_a_replay(schedule: Any, tied: bool, dtype: torch.d
     for found in run_case(case):
         for name, gradient in found["gradients"].items():
             assert gradient.equal(wanted[name]), name
+    assert_parity(case)
+
+
+PLANNED: dict[str, dict[str, Any]] = {
+    "uniform": {"schedule": "1f1b"},
+    "balanced": {"schedule": "zb_h1"},
+    "standalone": {"schedule": "adahc"},
+    "split": {"schedule": "adahc_zb"},
+    "adahc": {"schedule": "adahc", "head_chunks": 8, "max_in_flight": 4},
+    "adahc_zb": {"planner": "adahc", "schedule": "adahc_zb", "max_hosts": 2},
+}
+
+
+@pytest.mark.parametrize("kind", ["sequential", "parallel"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", PLANNED)
+def test_every_planner_trains_the_same_model(name: str, ranks: int, kind: Any) -> None:
+    """As a run has it: from the configuration, without a placement of the test's own."""
+    pipeline = PipelineConfig(**({"planner": name} | PLANNED[name]))
+    assert not pipeline.problems()
+    case = Case(
+        world=ranks,
+        parallel=ParallelConfig(pp=ranks, pipeline=pipeline),
+        model=replace(SMALL, vocab_size=300, mtp=MTPConfig(2, kind)),
+        micro_batches=4,
+    )
     assert_parity(case)
 
 

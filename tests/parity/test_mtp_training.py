@@ -14,9 +14,10 @@ from parallel.gradients import clip_gradients, full_parameters, gradient_norm
 from parallel.mesh import ParallelConfig, PipelineConfig
 from parallel.pipeline.units import HEAD, Placement, Unit
 from pretrain.config import OptimizerConfig
-from pretrain.engine import Engine, shared_hosts
+from pretrain.engine import Engine
 from pretrain.objectives.base import build_objective
 from pretrain.optimizer import ShardedAdamW
+from pretrain.placement import shared_hosts
 from tests.distributed import run_ranks
 from tests.parity.harness import SMALL, Case, build, gradient_error, micro_batches
 from tests.parity.placements import scattered, tail_on_last

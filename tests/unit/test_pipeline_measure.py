@@ -18,7 +18,7 @@ from parallel.pipeline.rebalance import rebalanced
 from parallel.pipeline.request import hosts
 from parallel.pipeline.timeline import Event
 from parallel.pipeline.units import HEAD, Placement, Unit, model_units
-from pretrain.engine import cost_table
+from pretrain.placement import cost_table
 
 UNITS = tuple(model_units(2, 1, 4))
 
