@@ -79,7 +79,7 @@ class MetricsConfig:
         default=10, metadata={"help": "steps between logged steps (the first and last always are)"}
     )
     ema_decay: float = field(
-        default=0.9, metadata={"help": "decay of the smoothed training loss, per logged step"}
+        default=0.9, metadata={"help": "decay of the smoothed training loss, per `every` steps"}
     )
     peak_tflops: float | None = field(
         default=None, metadata={"help": "peak of one device in TFLOP/s; without it MFU is n/a"}
@@ -146,7 +146,7 @@ class MetricLogger:
         self.log_file = folder.rank_log(rank).open("a", buffering=1)
         self.trackers: list[_Tracker] = []
         self.last_row: dict[str, Any] = {}
-        self.ema: float | None = None
+        self.average = _Average(config.ema_decay)
         self.continues = False
         if is_main_rank:
             self._reopen(run_config or {})
@@ -157,8 +157,8 @@ class MetricLogger:
         earlier = read_metrics(self.folder.metrics)
         self.continues = bool(earlier)
         for row in earlier:
-            if row["step"] <= self.resumed_from:
-                self.ema = row.get("loss/ema", self.ema)
+            if self.regular(row["step"]) and row["step"] <= self.resumed_from:
+                self.average.add(row.get("loss/train", math.nan))
         purge = self.resumed_from + 1 if earlier else None
         for name in self.config.trackers:
             if name == "tensorboard":
@@ -169,23 +169,23 @@ class MetricLogger:
     def due(self, step: int) -> bool:
         """Whether `step` (1 is the first) is logged: the first of this start, every n, the last."""
         first = step == self.resumed_from + 1
-        return first or step % self.config.every == 0 or step == self.total_steps
+        return first or self.regular(step) or step == self.total_steps
+
+    def regular(self, step: int) -> bool:
+        """Whether every run logs `step`, however often it was interrupted and wherever it ends."""
+        return step == 1 or step % self.config.every == 0
 
     def log_step(self, step: int, values: Row, *, note: str = "") -> None:
         """Log `step` as done, whether due or not. `note` ends the console line, as a warning."""
         if not self.is_main_rank:
             return
         row = _numbers(values)
-        loss = row.get("loss/train")
-        if loss is not None and math.isfinite(loss):
-            decay = self.config.ema_decay
-            self.ema = loss if self.ema is None else decay * self.ema + (1 - decay) * loss
-        if self.ema is not None and loss is not None:
-            row["loss/ema"] = self.ema
+        if "loss/train" in row and self.regular(step):
+            self.average.add(row["loss/train"])
+            row |= self.average.figure()
         self._write(step, row, row)
-        self._print(
-            format_step(step, self.total_steps, {**self.flags, **row}, note), warning=bool(note)
-        )
+        shown = {**self.flags, **self.average.figure(), **row}
+        self._print(format_step(step, self.total_steps, shown, note), warning=bool(note))
 
     def log_evaluation(self, step: int, values: Row) -> None:
         """Log an evaluation after `step`; a row of that step, if there is one, is extended."""
@@ -225,6 +225,25 @@ class MetricLogger:
 
     def _keep(self, text: str) -> None:
         self.log_file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+
+class _Average:
+    """Exponential moving average without the bias of its beginning: the weights of the first n
+    values sum to 1 - decay^n, by which their weighted sum is divided. Non-finite values are left
+    out."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.total = self.weight = 0.0
+
+    def add(self, value: float) -> None:
+        if math.isfinite(value):
+            self.total = self.decay * self.total + (1 - self.decay) * value
+            self.weight = self.decay * self.weight + (1 - self.decay)
+
+    def figure(self) -> dict[str, float]:
+        """`loss/ema`, once there is one."""
+        return {"loss/ema": self.total / self.weight} if self.weight else {}
 
 
 def _numbers(values: Row) -> dict[str, float]:

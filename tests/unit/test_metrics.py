@@ -136,23 +136,57 @@ def test_due_steps(folder, start, expected) -> None:
     log.close()
 
 
-def test_ema_follows_its_recurrence_and_goes_on_over_a_resume(folder) -> None:
+def test_ema_is_the_weighted_mean_of_the_regular_steps(folder) -> None:
     losses = [5.0, 4.0, math.nan, 3.0, 3.5, 2.0]
     config = MetricsConfig(every=1, ema_decay=0.8, trackers=())
     log = logger(folder, config)
-    for step, loss in enumerate(losses[:5], 1):
-        log.log_step(step, {"loss/train": loss})
-    log.close()  # killed after step 5; the checkpoint is that of step 4
-    log = logger(folder, config, resumed_from=4)
-    for step, loss in enumerate(losses[4:], 5):
+    for step, loss in enumerate(losses, 1):
         log.log_step(step, {"loss/train": loss})
     log.close()
-    ema, expected = None, []
-    for loss in losses:
-        if math.isfinite(loss):
-            ema = loss if ema is None else 0.8 * ema + 0.2 * loss
-        expected.append(ema)
-    assert [row["loss/ema"] for row in read_metrics(folder.metrics)] == expected
+    rows = read_metrics(folder.metrics)
+    for count, row in enumerate(rows, 1):
+        seen = [loss for loss in losses[:count] if math.isfinite(loss)]
+        weights = [0.8**age for age in reversed(range(len(seen)))]
+        mean = sum(w * x for w, x in zip(weights, seen)) / sum(weights)
+        assert row["loss/ema"] == pytest.approx(mean, rel=1e-14)
+
+
+def test_ema_does_not_see_where_a_run_was_interrupted(folder, tmp_path) -> None:
+    """Starts after any step, each with a row of its own; and a run that first ended at step 13."""
+    config = MetricsConfig(every=5, ema_decay=0.7, trackers=())
+
+    def attempt(run: RunFolder, first: int, last: int, total: int) -> None:
+        log = logger(run, config, resumed_from=first, total_steps=total)
+        for step in range(first + 1, last + 1):
+            if log.due(step) or step == 9:  # a finding of the health policy
+                log.log_step(step, {"loss/train": 3 + 7 / step})
+        log.close()
+
+    def averages(run: RunFolder) -> dict[int, float]:
+        rows = read_metrics(run.metrics)
+        return {row["step"]: row["loss/ema"] for row in rows if "loss/ema" in row}
+
+    attempt(folder, 0, 32, 32)
+    assert list(averages(folder)) == [1, 5, 10, 15, 20, 25, 30]
+    other = RunFolder(tmp_path / "interrupted")
+    other.create()
+    for first, last, total in ((0, 13, 13), (13, 17, 32), (15, 26, 32), (20, 22, 32), (21, 32, 32)):
+        attempt(other, first, last, total)
+    assert {14, 16, 21, 22} & {row["step"] for row in read_metrics(other.metrics)} == {
+        14,
+        16,
+        21,
+        22,
+    }
+    assert averages(other) == averages(folder)
+
+
+def test_the_console_compares_an_additional_step_with_the_average_so_far(folder) -> None:
+    log = logger(folder, MetricsConfig(every=5, trackers=()))
+    log.log_step(1, {"loss/train": 4.0})
+    log.log_step(2, {"loss/train": 3.0})
+    log.close()
+    assert "loss  3.0000 (-1.0000)" in log.stream.getvalue().splitlines()[1]
 
 
 def test_resume_drops_the_abandoned_attempt_and_heals_the_file(folder) -> None:
