@@ -82,7 +82,7 @@ class MetricsConfig:
         default=0.9, metadata={"help": "decay of the smoothed training loss, per `every` steps"}
     )
     peak_tflops: float | None = field(
-        default=None, metadata={"help": "peak of one device in TFLOP/s; without it MFU is n/a"}
+        default=None, metadata={"help": "peak of one device in TFLOP/s; without it there is no MFU"}
     )
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = field(
         default=("tensorboard",), metadata={"help": "where figures go besides metrics.jsonl"}
@@ -113,6 +113,12 @@ def _installed(module: str) -> bool:
     spec = importlib.util.find_spec(module)
     # A mere folder of that name, such as the one wandb leaves behind, has no origin.
     return spec is not None and spec.origin is not None
+
+
+LEGEND = (
+    "loss (minus its moving average), gradient norm, tok/s of all ranks, TFLOP/s of one device, "
+    "memory of the main rank, share of time waiting for data; see docs/metrics.md"
+)
 
 
 class MetricLogger:
@@ -148,6 +154,7 @@ class MetricLogger:
         self.last_row: dict[str, Any] = {}
         self.average = _Average(config.ema_decay)
         self.continues = False
+        self.explained = False
         if is_main_rank:
             self._reopen(run_config or {})
 
@@ -184,6 +191,9 @@ class MetricLogger:
             self.average.add(row["loss/train"])
             row |= self.average.figure()
         self._write(step, row, row)
+        if not self.explained:
+            self._print(LEGEND)
+            self.explained = True
         shown = {**self.flags, **self.average.figure(), **row}
         self._print(format_step(step, self.total_steps, shown, note), warning=bool(note))
 
@@ -268,9 +278,7 @@ def format_step(step: int, total_steps: int, row: Row, note: str = "") -> str:
     add("optim/lr", lambda lr: f"lr {lr:.2e}")
     add("throughput/tokens_per_second", lambda rate: f"{_short(rate):>5} tok/s")
     add("throughput/tflops_per_device", lambda tflops: f"{tflops:6.3g} TFLOP/s")
-    if "throughput/tflops_per_device" in row:
-        mfu = row.get("throughput/mfu_percent")
-        parts.append("MFU n/a" if mfu is None else f"MFU {mfu:4.1f}%")
+    add("throughput/mfu_percent", lambda mfu: f"MFU {mfu:4.1f}%")
     memory = "memory/cuda_peak_gib" if "memory/cuda_peak_gib" in row else "memory/rss_gib"
     add(memory, lambda gib: f"mem {gib:5.2f} GiB")
     add("time/data_wait_percent", lambda share: f"data {share:4.1f}%")
@@ -278,7 +286,8 @@ def format_step(step: int, total_steps: int, row: Row, note: str = "") -> str:
         predicted = row["pipeline/bubble_predicted"]
         parts.append(f"bubble {row['pipeline/bubble']:.1%} (predicted {predicted:.1%})")
     multiple = row.get("data/chinchilla_multiple", math.nan)
-    add("data/tokens", lambda seen: f"{_short(seen):>5} tok ({multiple:.2f}x Chinchilla)")
+    shown = f"{multiple:.2f}" if multiple >= 1 else f"{multiple:.2g}"
+    add("data/tokens", lambda seen: f"{_short(seen):>5} tok ({shown}x Chinchilla)")
     add("time/eta_seconds", lambda eta: f"eta {_duration(eta)}")
     if note:
         parts.append(f"! {note}")

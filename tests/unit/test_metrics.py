@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pretrain.health import Decision, HealthLog
-from pretrain.metrics import METRICS, MetricLogger, MetricsConfig, format_step, unit_of
+from pretrain.metrics import LEGEND, METRICS, MetricLogger, MetricsConfig, format_step, unit_of
 from pretrain.run_folder import RunFolder, read_jsonl, read_metrics
 from pretrain.throughput import Throughput, memory_report
 
@@ -186,7 +186,7 @@ def test_the_console_compares_an_additional_step_with_the_average_so_far(folder)
     log.log_step(1, {"loss/train": 4.0})
     log.log_step(2, {"loss/train": 3.0})
     log.close()
-    assert "loss  3.0000 (-1.0000)" in log.stream.getvalue().splitlines()[1]
+    assert "loss  3.0000 (-1.0000)" in log.stream.getvalue().splitlines()[-1]
 
 
 def test_resume_drops_the_abandoned_attempt_and_heals_the_file(folder) -> None:
@@ -331,8 +331,10 @@ def full_row(loss: float = 4.25) -> dict[str, float]:
 def test_console_line() -> None:
     assert format_step(10, 2000, full_row()) == (
         "  10/2000  loss  4.2500 (-0.2500)  grad   1.23  lr 3.00e-04  12.3k tok/s   0.123 TFLOP/s"
-        "  MFU n/a  mem  0.50 GiB  data  0.3%  1.31M tok (0.02x Chinchilla)  eta 1:02:05"
+        "  mem  0.50 GiB  data  0.3%  1.31M tok (0.024x Chinchilla)  eta 1:02:05"
     )
+    past = {**full_row(), "data/chinchilla_multiple": 123.456}
+    assert " tok (123.46x Chinchilla)" in format_step(10, 2000, past)
     with_peak = {**full_row(), "throughput/mfu_percent": 41.26, "memory/cuda_peak_gib": 71.0}
     assert "  MFU 41.3%  mem 71.00 GiB  " in format_step(10, 2000, with_peak)
     assert format_step(10, 2000, full_row(), "skipped").endswith("  ! skipped")
@@ -382,7 +384,8 @@ def test_colour_only_on_a_terminal(folder, monkeypatch) -> None:
         log.close()
     assert "\x1b[" not in pipe.getvalue()
     assert re.sub(r"\x1b\[\d+m", "", screen.getvalue()) == pipe.getvalue()
-    first, second, third = screen.getvalue().splitlines()
+    legend, first, second, third = screen.getvalue().splitlines()
+    assert legend == LEGEND
     assert "\x1b[1m" in first and "\x1b[33m" in second and "\x1b" not in third
     assert "\x1b[" not in folder.rank_log(0).read_text()
     monkeypatch.setenv("NO_COLOR", "1")
