@@ -20,6 +20,7 @@ from .health import HealthConfig
 from .metrics import MetricsConfig
 from .objectives.base import OBJECTIVES
 from .objectives.causal import Causal
+from .placement import plan_placement
 from .schedule import ScheduleConfig
 from .yaml_text import ConfigError, Problem, Tree, merge, nearest
 
@@ -310,6 +311,10 @@ class RunConfig:
         if 0 < length <= self.model.mtp.depth:
             text = f"{self.model.mtp.depth} needs sequences longer than {length} tokens"
             found.append(("model.mtp.depth", text))
+        if self.kernels.compile and self.parallel.pipeline.splits_weight_gradients:
+            name = self.parallel.pipeline.schedule
+            text = f"does not go with pipeline.schedule={name}, which splits backward passes"
+            found.append(("kernels.compile", text))
         if self.kernels.attention == "flash":
             if getattr(self.objective, "documents", "") == "mask":
                 found.append(("kernels.attention", "flash has no document mask: use flex or sdpa"))
@@ -337,6 +342,12 @@ class RunConfig:
                 ("training.batch_tokens", f"{training.batch_tokens} tokens are {training.batch}"
                  f" sequences, not a multiple of micro_batch·dp·fsdp = {share}")
             )  # fmt: skip
+        if parallel.pp > 1 and not found:
+            try:
+                count = training.batch // share
+                plan_placement(self.model, parallel, training.sequence_length, count)
+            except ValueError as error:
+                found.append(("parallel.pipeline", str(error)))
         return found
 
 

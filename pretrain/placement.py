@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -67,7 +68,7 @@ def read_costs(path: str, units: Sequence[Unit], counted: CostTable) -> tuple[Co
             raise ValueError("expected 'units' with times, such as {units: {t: 1, h: 2}}")
         given, network = given_costs(document, units)
     except (OSError, ValueError) as error:
-        raise ValueError(f"parallel.pipeline.costs={path}: {error}") from None
+        raise ValueError(f"costs={path}: {error}") from None
     by_unit = {
         unit: replace(counted[unit], forward=given[unit].forward, backward=given[unit].backward)
         for unit in units
@@ -103,6 +104,7 @@ def plan_request(
     )
 
 
+@lru_cache(maxsize=16)  # asked when a configuration is checked, and again to build its engine
 def plan_placement(
     config: ModelConfig,
     parallel: ParallelConfig,

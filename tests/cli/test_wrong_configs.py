@@ -117,6 +117,36 @@ LAYOUTS: dict[str, tuple[int, list[str], list[str]]] = {
         ["pp=2", "pipeline.schedule=interleaved"],
         ["parallel.pipeline.schedule", "virtual_stages=1", "at least 2"],
     ),
+    "chunks under 1f1b": (
+        2,
+        ["pp=2", "pipeline.planner=adahc"],
+        ["runs no head chunks", "adahc_zb"],
+    ),
+    "chunks of a row": (
+        2,
+        ["pp=2", "pipeline={planner: adahc, schedule: adahc, head_chunks: 7}"],
+        ["parallel.pipeline.head_chunks", "7 does not divide the 32 positions"],
+    ),
+    "no hosts": (
+        2,
+        ["pp=2", "pipeline={planner: adahc, schedule: adahc, max_hosts: 0}"],
+        ["parallel.pipeline.max_hosts", "must be positive, got 0"],
+    ),
+    "chunks without adahc": (
+        2,
+        ["pp=2", "pipeline.head_chunks=4"],
+        ["parallel.pipeline.head_chunks", "would be ignored"],
+    ),
+    "moving nothing": (
+        2,
+        ["pp=2", "pipeline.rebalance=true"],
+        ["pipeline.rebalance", "needs planner=adahc"],
+    ),
+    "costs that are not there": (
+        2,
+        ["pp=2", "pipeline.costs=nowhere.yaml"],
+        ["parallel.pipeline", "costs=nowhere.yaml", "No such file"],
+    ),
     "gathered again": (4, ["pp=2", "fsdp=2"], ["reshard_after_forward", "must be false"]),
     "batch": (16, [], ["training.batch_tokens", "8 sequences", "micro_batch·dp·fsdp = 32"]),
 }
