@@ -53,4 +53,5 @@ class Evaluator:
             "eval/loss": loss,
             "eval/perplexity": math.exp(min(loss, 700.0)),
             "eval/bits_per_byte": loss / math.log(2) / self.bytes_per_token,
+            "eval/sequences": self.sequences,
         }

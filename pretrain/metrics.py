@@ -28,6 +28,7 @@ METRICS = {
     "eval/loss": "nats/token",
     "eval/perplexity": "1",
     "eval/bits_per_byte": "bits/byte",
+    "eval/sequences": "sequences",
     "eval/<set>/loss": "nats/token",
     "eval/<set>/perplexity": "1",
     "eval/<set>/bits_per_byte": "bits/byte",
@@ -296,7 +297,10 @@ def format_step(step: int, total_steps: int, row: Row, note: str = "") -> str:
 
 def format_evaluation(step: int, total_steps: int, row: Row, *, bound: bool = False) -> str:
     width = len(str(total_steps))
-    figures = (f"{key.removeprefix('eval/')} {value:.4f}" for key, value in row.items())
+    figures = (
+        f"{key.removeprefix('eval/')} {f'{value:,}' if isinstance(value, int) else f'{value:.4f}'}"
+        for key, value in row.items()
+    )
     return "  ".join(
         [f"{step:>{width}}/{total_steps}", "eval (bounds)" if bound else "eval", *figures]
     )

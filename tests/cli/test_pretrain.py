@@ -52,6 +52,7 @@ def test_a_run_leaves_its_artefacts_and_is_evaluated(workspace: Workspace, capsy
     assert evaluate.main([str(workspace.folder), "--sequences", "8", "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["tokens"] == 8 * 32
+    assert figures["sequences"] == rows[-1]["eval/sequences"] == 8
     assert figures["loss"] == pytest.approx(logged, abs=1e-5)
 
 

@@ -69,3 +69,4 @@ def test_evaluation_does_not_depend_on_the_layout(name: str, tmp_path: Path) -> 
     world = 1 if name == "micro" else 2
     for found in run_ranks(world, _evaluate, tmp_path, LAYOUTS[name]):
         assert found["eval/loss"] == pytest.approx(wanted, rel=1e-10)
+        assert found["eval/sequences"] == SEQUENCES

@@ -224,14 +224,14 @@ def test_an_evaluation_extends_the_row_of_its_step(folder) -> None:
     log.log_evaluation(0, {"eval/loss": 9.0})
     log.log_step(1, {"loss/train": 5.0})
     log.log_step(2, {"loss/train": 4.0})
-    log.log_evaluation(2, {"eval/loss": 4.5, "eval/bits_per_byte": 2.1})
+    log.log_evaluation(2, {"eval/loss": 4.5, "eval/bits_per_byte": 2.1, "eval/sequences": 1208})
     log.log_step(3, {"loss/train": 3.0})
     log.close()
     rows = read_metrics(folder.metrics)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert (rows[2]["loss/train"], rows[2]["eval/loss"]) == (4.0, 4.5)
     assert "eval/loss" not in rows[3]
-    assert "eval  loss 4.5000  bits_per_byte 2.1000" in log.stream.getvalue()
+    assert "eval  loss 4.5000  bits_per_byte 2.1000  sequences 1,208\n" in log.stream.getvalue()
 
 
 def test_tensorboard_has_the_same_figures_and_purges_on_resume(folder) -> None:
