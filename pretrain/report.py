@@ -40,6 +40,8 @@ _STYLE: Any = {
     "svg.hashsalt": "midspan",
 }
 _MOST_POINTS = 2000
+_Label = tuple[float, str, str]  # value, text, colour
+_LINE_SPACING = 0.055  # of a label, as a share of the axes' height
 
 
 def write_report(
@@ -92,16 +94,19 @@ def loss_figure(
 ) -> "Figure":
     """Training loss (raw and smoothed), validation and references; the learning rate below."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     has_lr = any("optim/lr" in row for row in rows)
-    figure = Figure(figsize=(9, 5.6), layout="constrained")
+    figure = Figure(figsize=(9.5, 5.6), layout="constrained")
     if has_lr:
         loss_axes, lr_axes = figure.subplots(2, 1, sharex=True, height_ratios=[5, 1])
     else:
         loss_axes = lr_axes = figure.subplots()
     scale = 1.0 if bytes_per_token is None else 1 / (math.log(2) * bytes_per_token)
-    _draw_losses(loss_axes, rows, scale)
-    _draw_references(loss_axes, references or {})
+    end = max(max(row["step"] for row in rows), 1)
+    labels = _draw_losses(loss_axes, rows, scale)
+    labels += _draw_references(loss_axes, references or {}, rows[0]["step"], end)
+    room = _draw_labels(loss_axes, labels, rows[0]["step"], end)
     bound = any(row.get("loss_is_bound") for row in rows)
     name = "loss (upper bound)" if bound else "loss"
     loss_axes.set_ylabel(f"{name}, {'nats/token' if bytes_per_token is None else 'bits/byte'}")
@@ -110,8 +115,11 @@ def loss_figure(
             "right", functions=(lambda y: y / scale, lambda y: y * scale)
         )
         other.set_ylabel("nats/token")
-    loss_axes.set_title(title, loc="left", fontweight="bold", fontsize=12)
-    loss_axes.legend(loc="upper right", edgecolor="none", framealpha=0.9)
+    loss_axes.set_title(title, loc="left", fontweight="bold", fontsize=12, pad=26)
+    loss_axes.legend(  # above the axes, where no curve can be
+        loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.3, ncols=4, frameon=False,
+        handlelength=1.4, columnspacing=1.6, borderpad=0.2,
+    )  # fmt: skip
     if has_lr:
         steps, rates = _series(rows, "optim/lr")
         lr_axes.fill_between(steps, rates, color=_PALE, alpha=0.45, linewidth=0)
@@ -120,17 +128,21 @@ def loss_figure(
         lr_axes.set_ylabel("lr")
         lr_axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     lr_axes.set_xlabel("step")
-    lr_axes.xaxis.get_major_locator().set_params(integer=True)
-    lr_axes.set_xlim(min(row["step"] for row in rows), max(max(row["step"] for row in rows), 1))
+    ticks = MaxNLocator(9, integer=True).tick_values(rows[0]["step"], end)
+    lr_axes.set_xticks([tick for tick in ticks if rows[0]["step"] <= tick <= end])
+    lr_axes.set_xlim(rows[0]["step"], end + room)
     return figure
 
 
-def _draw_losses(axes: "Axes", rows: Sequence[Mapping[str, Any]], scale: float) -> None:
+def _draw_losses(axes: "Axes", rows: Sequence[Mapping[str, Any]], scale: float) -> list[_Label]:
+    labels: list[_Label] = []
     steps, losses = _series(rows, "loss/train", scale)
-    axes.plot(steps, losses, color=_PALE, linewidth=1, label="training, each logged step")
+    alone = "o" if len(steps) == 1 else ""  # a line needs two points
+    axes.plot(steps, losses, alone, color=_PALE, lw=1, label="training, each logged step")
     steps, smooth = _series(rows, "loss/ema", scale)
     if steps:
-        axes.plot(steps, smooth, color=_TRAIN, linewidth=2, label="training, smoothed")
+        alone = "o" if len(steps) == 1 else ""
+        axes.plot(steps, smooth, alone, color=_TRAIN, lw=2, label="training, smoothed")
     steps, checks = _series(rows, "eval/loss", scale)
     # Bits per byte are measured on the validation text itself where the run has logged them.
     if scale != 1.0 and any("eval/bits_per_byte" in row for row in rows):
@@ -138,41 +150,58 @@ def _draw_losses(axes: "Axes", rows: Sequence[Mapping[str, Any]], scale: float) 
     if steps:
         (line,) = axes.plot(steps, checks, "o-", color=_EVAL, linewidth=1, label="validation")
         line.set(markersize=5.5, markeredgecolor="white", zorder=4, clip_on=False)
-        axes.annotate(
-            f"{checks[-1]:.3f}",
-            (steps[-1], checks[-1]),
-            xytext=(-4, 9),
-            textcoords="offset points",
-            color=_EVAL,
-            fontweight="bold",
-            ha="right",
-        )
+        labels.append((checks[-1], f"validation {checks[-1]:.3f}", _EVAL))
     findings = [row for row in rows if "health/first_sample" in row]
     steps, losses = _series(findings, "loss/train", scale)
     if steps:
         axes.plot(steps, losses, "x", color=_FINDING, label="health finding", zorder=5)
+    return labels
 
 
-def _draw_references(axes: "Axes", references: Mapping[str, float]) -> None:
+def _draw_references(
+    axes: "Axes", references: Mapping[str, float], first: int, end: int
+) -> list[_Label]:
     low, high = axes.get_ylim()
-    # Side by side from the highest, so that lines close to each other keep their labels apart.
-    ordered = sorted(references.items(), key=lambda item: -item[1])
-    for place, (label, value) in enumerate(ordered):
-        axes.axhline(value, color=_REFERENCE, linewidth=1, linestyle=(0, (5, 3)), zorder=1)
-        axes.annotate(
-            f"{label}: {value:.2f}",
-            (0.3 + 0.2 * (place % 3), value),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            fontsize=9,
-            color=_REFERENCE,
-            ha="center",
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
-        )
+    for value in references.values():
+        axes.plot([first, end], [value] * 2, color=_REFERENCE, lw=1, ls=(0, (5, 3)), zorder=1)
         low, high = min(low, value), max(high, value)
     margin = 0.04 * (high - low)
     axes.set_ylim(max(low - margin, 0), high + margin)
+    return [(value, f"{name} {value:.2f}", _REFERENCE) for name, value in references.items()]
+
+
+def _draw_labels(axes: "Axes", labels: Sequence[_Label], first: int, end: int) -> float:
+    """Write each label right of the last step, where no curve is, at its value or as near to it as
+    the others let it; returns the width of that strip in steps."""
+    if not labels:
+        return 0.0
+    room = (0.05 + 0.0125 * max(len(text) for _, text, _ in labels)) * max(end - first, 1)
+    labels = sorted(labels)
+    heights = spread([value for value, _, _ in labels], *axes.get_ylim())
+    for (value, text, colour), height in zip(labels, heights):
+        inside = end + 0.1 * room
+        axes.plot([end, inside], [value, height], color=colour, lw=0.8, clip_on=False)
+        weight = "bold" if colour == _EVAL else "normal"
+        axes.text(
+            end + 0.13 * room, height, text, color=colour, fontsize=9, weight=weight, va="center"
+        )
+    return room
+
+
+def spread(values: Sequence[float], low: float, high: float) -> list[float]:
+    """Heights for labels at ascending ``values``: the least squares displacement that keeps them
+    a line apart (isotonic regression), moved into [low, high] where that has room for all."""
+    gap = _LINE_SPACING * (high - low)
+    blocks: list[tuple[float, int]] = []  # mean of value - place * gap, and how many
+    for place, value in enumerate(values):
+        mean, count = value - place * gap, 1
+        while blocks and blocks[-1][0] > mean:
+            before, size = blocks.pop()
+            mean, count = (mean * count + before * size) / (count + size), count + size
+        blocks.append((mean, count))
+    heights = [mean for mean, count in blocks for _ in range(count)]
+    floor, ceiling = low + gap / 2, high - gap / 2 - gap * (len(values) - 1)
+    return [max(min(h, ceiling), floor) + place * gap for place, h in enumerate(heights)]
 
 
 def _series(

@@ -1,6 +1,7 @@
 """The picture and the page of a run: what they show, and that they stand alone."""
 
 import io
+import itertools
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.metrics import MetricLogger, MetricsConfig
-from pretrain.report import loss_figure, write_report
+from pretrain.report import loss_figure, spread, write_report
 from pretrain.run_folder import RunFolder, read_metrics
 
 REFERENCES = {"order-2 byte model": 2.5, "gzip": 3.0}
@@ -90,6 +91,34 @@ def test_figure_in_nats_where_the_bytes_are_unknown(folder) -> None:
     assert list(lines["validation"].get_ydata()) == [2.5, 2.5]
 
 
+def test_labels_stand_right_of_the_data_and_apart() -> None:
+    """Whatever their values, in short runs too, and no legend over a curve."""
+    close = {"order-2 byte model": 2.75, "gzip -9": 2.76, "xz -9e": 2.74, "other": 2.75}
+    far = {"order-2 byte model": 2.75, "gzip -9": 9.0, "xz -9e": 0.1}
+    for steps, references in itertools.product((1, 2, 300), (close, far)):
+        rows = [{"step": s, "loss/train": 5 + 3 / s, "optim/lr": 1.0} for s in range(1, steps + 1)]
+        rows[-1] |= {"eval/loss": 5.0, "eval/bits_per_byte": 2.755}
+        figure = loss_figure(rows, title="x", bytes_per_token=2.6, references=references)
+        figure.savefig(io.BytesIO(), format="png")  # with its final layout
+        axes = figure.axes[0]
+        boxes = [text.get_window_extent() for text in axes.texts]
+        assert len(boxes) == len(references) + 1
+        for one, other in itertools.combinations(boxes, 2):
+            assert not one.overlaps(other)
+        end, inside = axes.transData.transform((rows[-1]["step"], 0))[0], axes.get_window_extent()
+        for box in boxes:
+            assert end < box.x0 and box.x1 < inside.x1
+            assert inside.y0 <= box.y0 and box.y1 <= inside.y1
+        assert axes.get_legend().get_window_extent().y0 >= inside.y1
+
+
+def test_labels_are_moved_no_farther_than_needed() -> None:
+    assert spread([1.0, 5.0], 0.0, 10.0) == [1.0, 5.0]
+    low, high = spread([5.0, 5.1], 0.0, 10.0)
+    assert (low + high) / 2 == pytest.approx(5.05) and high - low == pytest.approx(0.55)
+    assert spread([0.0, 0.0], 0.0, 10.0) == pytest.approx([0.275, 0.825])
+
+
 def test_a_long_curve_is_thinned_without_losing_its_spikes() -> None:
     rows = [{"step": s, "loss/train": 2.0 + 0.001 * (s % 7)} for s in range(1, 50_001)]
     rows[31_415] = {"step": 31_416, "loss/train": 9.0}
@@ -123,7 +152,7 @@ def test_page_stands_alone_and_escapes(folder) -> None:
     assert "hf" in outside and "metrics.jsonl" in outside
     drawing = text[text.index("<svg") : text.index("</svg>") + len("</svg>")]
     ET.fromstring(drawing)
-    assert "order-2 byte model: 2.50" in drawing
+    assert "order-2 byte model 2.50" in drawing
     for expected in ("eval/bits_per_byte", "0.925", "step 40", "20,480 tokens", "finished"):
         assert expected in text, expected
     assert "norm: {type: rms}  # &lt;b&gt;" in text
