@@ -37,6 +37,7 @@ def finish(config: RunConfig, folder: RunFolder) -> None:
             references=references,
             sample=sample,
             artefacts=artefacts,
+            status="finished",  # once all of this is done
         )
     _say_what_was_learned(folder, references)
     places = "; ".join(f"{name} {_short(path)}" for name, path in artefacts.items())

@@ -51,12 +51,14 @@ def write_report(
     references: Mapping[str, float] | None = None,
     sample: str = "",
     artefacts: Mapping[str, Path | str] | None = None,
+    status: str | None = None,
 ) -> tuple[Path, Path]:
     """Write `loss_curve.png` and `report.html`; returns both paths.
 
     `bytes_per_token` is the mean over the training text; with it the curve is in bits per byte and
     `references` (label -> bits per byte, such as a compressor's) are drawn as lines. `artefacts`
-    adds to the list of where things are (label -> path). ValueError without any logged step.
+    adds to the list of where things are (label -> path). `status` is what the run is about to be,
+    where its folder does not say so yet. ValueError without any logged step.
     """
     references = dict(references or {})
     if references and bytes_per_token is None:
@@ -80,8 +82,9 @@ def write_report(
         drawing = io.StringIO()
         figure.savefig(drawing, format="svg", metadata={"Date": None})
     picture = drawing.getvalue()
-    page = _page(folder, rows, picture[picture.index("<svg") :], references, sample, artefacts)
-    write_atomic(folder.report, page)
+    status = status or folder.read_status() or "no status"
+    picture = picture[picture.index("<svg") :]
+    write_atomic(folder.report, _page(folder, rows, picture, references, sample, artefacts, status))
     return folder.loss_curve, folder.report
 
 
@@ -246,12 +249,13 @@ def _page(
     references: Mapping[str, float],
     sample: str,
     artefacts: Mapping[str, Path | str] | None,
+    status: str,
 ) -> str:
     last = rows[-1]["step"]
     seen = next((row["data/tokens"] for row in reversed(rows) if "data/tokens" in row), None)
     tokens = "" if seen is None else f", {seen:,.0f} tokens"
     head = f"<h1>{_text(folder.name)}</h1><div class=status>{last:,} steps{tokens}"
-    head += f"; {_text(folder.read_status() or 'no status')}</div>"
+    head += f"; {_text(status)}</div>"
     parts = [head, f"<section>{picture}</section>", _figures(rows, references)]
     if sample:
         parts.append(f"<section><h2>A sample</h2><pre>{_text(sample)}</pre></section>")

@@ -96,6 +96,7 @@ def test_only_the_trackers_that_are_named_leave_files(workspace: Workspace) -> N
         name = f"with-{len(trackers)}"
         workspace.train(f"name={name}", f"metrics.trackers={trackers}", "finish.report=true")
         folder = workspace.folder.parent / name
+        assert "4 steps, 1,024 tokens; finished<" in (folder / "report.html").read_text()
         assert (folder / "events").exists() is found
         assert ("TensorBoard" in (folder / "report.html").read_text()) is found
 
