@@ -10,10 +10,11 @@ import io
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.metrics import unit_of
+from pretrain.metrics import METRICS, unit_of
 from pretrain.run_folder import RunFolder, read_metrics, write_atomic
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ _STYLE: Any = {
     "svg.hashsalt": "midspan",
 }
 _MOST_POINTS = 2000
+_GROUPS = ("loss", "eval", "throughput", "time", "memory", "data", "optim", "pipeline")
 _Label = tuple[float, str, str]  # value, text, colour
 _LINE_SPACING = 0.055  # of a label, as a share of the axes' height
 
@@ -284,14 +286,15 @@ def _figures(rows: Sequence[Mapping[str, Any]], references: Mapping[str, float])
     final: dict[str, tuple[int, float]] = {}
     for row in rows:
         for key, value in row.items():
-            if "/" in key and not key.startswith("health/"):
+            if key.partition("/")[0] in _GROUPS and key != "time/eta_seconds":
                 final[key] = (row["step"], value)
     cells = [
-        (key, f"{value:,.6g}", unit_of(key) or "", f"step {step:,}")
-        for key, (step, value) in sorted(final.items())
+        (key, *_readable(value, unit_of(key) or ""), f"step {step:,}")
+        for key, (step, value) in sorted(final.items(), key=lambda item: _order(item[0]))
     ]
-    cells += [
-        (label, f"{value:,.6g}", "bits/byte", "reference") for label, value in references.items()
+    after = sum(key.startswith(("loss/", "eval/")) for key, *_ in cells)
+    cells[after:after] = [
+        (label, *_readable(value, "bits/byte"), "reference") for label, value in references.items()
     ]
     lines = "".join(
         f"<tr><td>{_text(key)}</td><td class=n>{value}</td><td class=u>{unit}</td>"
@@ -300,6 +303,25 @@ def _figures(rows: Sequence[Mapping[str, Any]], references: Mapping[str, float])
     )
     note = "<p class=status>Losses are upper bounds.</p>" if rows[-1].get("loss_is_bound") else ""
     return f"<section><h2>Final figures</h2>{note}<table>{lines}</table></section>"
+
+
+def _order(key: str) -> tuple[int, int]:
+    """Groups as in _GROUPS; within one, as defined."""
+    keys = list(METRICS)
+    return _GROUPS.index(key.partition("/")[0]), keys.index(key) if key in keys else len(keys)
+
+
+def _readable(value: float, unit: str) -> tuple[str, str]:
+    """A figure and its unit as a person wants them: no more digits than it has meaning."""
+    if unit == "s" and value >= 60:
+        return str(timedelta(seconds=round(value))), "h:min:s"
+    if not math.isfinite(value):
+        return str(value), unit
+    digits = {"nats/token": 4, "bits/byte": 4, "GiB": 2, "%": 1, "tokens/s": 0}.get(unit)
+    if digits is not None and (digits == 0 or abs(value) >= 10**-digits):
+        return f"{value:,.{digits}f}", unit
+    text = f"{value:,}" if float(value).is_integer() else f"{value:,.4g}"
+    return text, "" if unit == "1" else unit
 
 
 def _places(folder: RunFolder, artefacts: Mapping[str, Path | str]) -> str:

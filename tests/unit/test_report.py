@@ -27,6 +27,7 @@ def folder(tmp_path: Path) -> RunFolder:
     log = MetricLogger(run, config, is_main_rank=True, total_steps=40, stream=io.StringIO())
     for step in range(1, 41):
         row = {"loss/train": 2 + 6 / step, "optim/lr": 1e-3 * step, "data/tokens": 512 * step}
+        row |= {"time/elapsed_seconds": 100.4 * step, "throughput/tokens_per_second": 12345.6}
         if step == 30:
             row |= {"health/first_sample": 7, "health/last_sample": 9}
         log.log_step(step, row)
@@ -156,6 +157,24 @@ def test_page_stands_alone_and_escapes(folder) -> None:
     for expected in ("eval/bits_per_byte", "0.925", "step 40", "20,480 tokens", "finished"):
         assert expected in text, expected
     assert "norm: {type: rms}  # &lt;b&gt;" in text
+
+
+def test_final_figures_begin_with_the_losses_in_readable_units(folder) -> None:
+    write_report(folder, bytes_per_token=BYTES_PER_TOKEN, references=REFERENCES)
+    table = folder.report.read_text().partition("Final figures")[2].partition("</table>")[0]
+    cells = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in table.split("</tr>")[:-1]]
+    assert cells == [
+        ["loss/train", "2.1500", "nats/token", "step 40"],
+        ["loss/ema", "2.2328", "nats/token", "step 40"],
+        ["eval/loss", "2.5000", "nats/token", "step 40"],
+        ["eval/bits_per_byte", "0.9250", "bits/byte", "step 40"],
+        ["order-2 byte model", "2.5000", "bits/byte", "reference"],
+        ["gzip", "3.0000", "bits/byte", "reference"],
+        ["throughput/tokens_per_second", "12,346", "tokens/s", "step 40"],
+        ["time/elapsed_seconds", "1:06:56", "h:min:s", "step 40"],
+        ["data/tokens", "20,480", "tokens", "step 40"],
+        ["optim/lr", "0.04", "", "step 40"],
+    ]
 
 
 def test_report_can_be_made_again_and_leaves_no_scraps(folder) -> None:
