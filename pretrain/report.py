@@ -286,7 +286,8 @@ def _figures(rows: Sequence[Mapping[str, Any]], references: Mapping[str, float])
     final: dict[str, tuple[int, float]] = {}
     for row in rows:
         for key, value in row.items():
-            if key.partition("/")[0] in _GROUPS and key != "time/eta_seconds":
+            group, slash, _ = key.partition("/")
+            if slash and group in _GROUPS and key != "time/eta_seconds":
                 final[key] = (row["step"], value)
     cells = [
         (key, *_readable(value, unit_of(key) or ""), f"step {step:,}")
