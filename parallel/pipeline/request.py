@@ -52,6 +52,11 @@ class PlanRequest:
         return self.num_microbatches or 8 * self.num_ranks
 
     @property
+    def split(self) -> bool:
+        """Whether the schedule has weight gradients as actions of their own."""
+        return self.schedule in ("adahc_zb", "zb_h1")
+
+    @property
     def mtp_depth(self) -> int:
         return max((unit.index for unit in self.units if unit.kind == HEAD), default=0)
 
