@@ -38,7 +38,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 pretrain: prepare ## train a 3M model on the bundled text, evaluate, export, sample (goes on where it was)
-	@$(call timed,pretraining,$(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES) launch/pretrain.py $(RECIPE) $(ARGS))
+	@$(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES) launch/pretrain.py $(RECIPE) $(ARGS)
 
 prepare: $(STAMP) ## turn the bundled text into token files under data/austen
 	@$(call timed,data preparation,$(BIN)/python launch/prepare.py \

@@ -1,8 +1,10 @@
-"""What is made of a finished run: export, text sample, picture, report, and one last line."""
+"""What is made of a finished run: export, text sample, picture, report, and a list of them."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 from data_tools.tokenizers import load_tokenizer
 from models.collectives import bind
@@ -10,6 +12,7 @@ from models.decoding import Sampling, generate
 
 from .config import RunConfig
 from .data import bytes_per_token, manifests
+from .evaluate import validation_blend
 from .export import export_hugging_face
 from .report import write_report
 from .run_folder import RunFolder, read_metrics, write_atomic
@@ -18,8 +21,9 @@ from .trained import build_model, find_checkpoint, open_trained
 Artefacts = dict[str, Path | str]
 
 
-def finish(config: RunConfig, folder: RunFolder) -> None:
-    """Main rank, after training.  Everything here can be made again from the checkpoint."""
+def finish(config: RunConfig, folder: RunFolder, started: float) -> None:
+    """Main rank, after training.  Everything here can be made again from the checkpoint.
+    ``started``: ``time.monotonic()`` when this start of the run began."""
     bind({})  # what follows is this process's own: no axis reaches the other ranks any more
     checkpoint = find_checkpoint(folder.path)
     artefacts: Artefacts = {"checkpoint": checkpoint}
@@ -30,18 +34,23 @@ def finish(config: RunConfig, folder: RunFolder) -> None:
         artefacts["TensorBoard"] = folder.events
     ratio = bytes_per_token(config.data.validation) if config.data.validation else None
     references = _references(config) if ratio is not None else {}
+    last = _last_evaluation(folder)
+    coverage = _coverage(config, last)
     if config.finish.report:
         artefacts["loss curve"], artefacts["report"] = write_report(
             folder,
             bytes_per_token=ratio,
             references=references,
+            coverage=coverage,
             sample=sample,
             artefacts=artefacts,
             status="finished",  # once all of this is done
         )
-    _say_what_was_learned(folder, references)
-    places = "; ".join(f"{name} {_short(path)}" for name, path in artefacts.items())
-    print(f"finished: {places}", flush=True)
+    lines = _learned(last, coverage, references)
+    lines |= {name: _short(path) for name, path in artefacts.items()}
+    print(f"finished in {_duration(time.monotonic() - started)}")
+    for name, text in lines.items():
+        print(f"  {name:<13} {text}", flush=True)
 
 
 def _export(config: RunConfig, folder: RunFolder, checkpoint: Path) -> Path:
@@ -72,16 +81,38 @@ def _references(config: RunConfig) -> dict[str, float]:
     """Bits per byte that other models of the same text cost, where the dataset records them."""
     sets = manifests(config.data.validation)
     found = sets[0].reference_bits_per_byte if len(sets) == 1 else None
-    names = {"order2": "order-2 byte model", "gzip": "gzip -9", "xz": "xz"}
+    names = {"order2": "order-2 byte model", "gzip": "gzip -9", "xz": "xz -9e"}
     return {names.get(name, name): value for name, value in (found or {}).items()}
 
 
-def _say_what_was_learned(folder: RunFolder, references: dict[str, float]) -> None:
+def _last_evaluation(folder: RunFolder) -> dict[str, Any]:
     rows = [row for row in read_metrics(folder.metrics) if "eval/bits_per_byte" in row]
-    if rows and references:
+    return rows[-1] if rows else {}
+
+
+def _coverage(config: RunConfig, last: dict[str, Any]) -> str:
+    """What the last evaluation is of; references are of the whole validation text."""
+    if not config.data.validation or "eval/sequences" not in last:
+        return ""
+    used, there = last["eval/sequences"], validation_blend(config)[0].num_samples
+    return f"all {used:,} sequences" if used == there else f"{used:,} of {there:,} sequences"
+
+
+def _learned(last: dict[str, Any], coverage: str, references: dict[str, float]) -> dict[str, str]:
+    if not last:
+        return {}
+    most = "at most " if last.get("loss_is_bound") else ""
+    where = f", on {coverage}" if coverage else ""
+    lines = {"validation": f"{most}{last['eval/bits_per_byte']:.3f} bits per byte{where}"}
+    if references:
         others = ", ".join(f"{name} {value:.3f}" for name, value in references.items())
-        final = rows[-1]["eval/bits_per_byte"]
-        print(f"bits per byte of the validation text: this model {final:.3f}; {others}", flush=True)
+        lines["to compare"] = f"{others}, on the whole validation text"
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _short(path: Path | str) -> str:

@@ -51,6 +51,7 @@ def write_report(
     *,
     bytes_per_token: float | None = None,
     references: Mapping[str, float] | None = None,
+    coverage: str = "",
     sample: str = "",
     artefacts: Mapping[str, Path | str] | None = None,
     status: str | None = None,
@@ -58,7 +59,8 @@ def write_report(
     """Write `loss_curve.png` and `report.html`; returns both paths.
 
     `bytes_per_token` is the mean over the training text; with it the curve is in bits per byte and
-    `references` (label -> bits per byte, such as a compressor's) are drawn as lines. `artefacts`
+    `references` (label -> bits per byte, such as a compressor's) are drawn as lines. `coverage`
+    says what the evaluations are of, as in "64 of 208 sequences". `artefacts`
     adds to the list of where things are (label -> path). `status` is what the run is about to be,
     where its folder does not say so yet. ValueError without any logged step.
     """
@@ -73,7 +75,11 @@ def write_report(
 
     with mpl.rc_context(_STYLE):
         figure = loss_figure(
-            rows, title=folder.name, bytes_per_token=bytes_per_token, references=references
+            rows,
+            title=folder.name,
+            bytes_per_token=bytes_per_token,
+            references=references,
+            coverage=coverage,
         )
         temporary = folder.path / f".loss_curve.{os.getpid()}.tmp"
         try:
@@ -96,6 +102,7 @@ def loss_figure(
     title: str,
     bytes_per_token: float | None = None,
     references: Mapping[str, float] | None = None,
+    coverage: str = "",
 ) -> "Figure":
     """Training loss (raw and smoothed), validation and references; the learning rate below."""
     from matplotlib.figure import Figure
@@ -109,7 +116,7 @@ def loss_figure(
         loss_axes = lr_axes = figure.subplots()
     scale = 1.0 if bytes_per_token is None else 1 / (math.log(2) * bytes_per_token)
     end = max(max(row["step"] for row in rows), 1)
-    labels = _draw_losses(loss_axes, rows, scale)
+    labels = _draw_losses(loss_axes, rows, scale, coverage)
     labels += _draw_references(loss_axes, references or {}, rows[0]["step"], end)
     room = _draw_labels(loss_axes, labels, rows[0]["step"], end)
     bound = any(row.get("loss_is_bound") for row in rows)
@@ -139,7 +146,9 @@ def loss_figure(
     return figure
 
 
-def _draw_losses(axes: "Axes", rows: Sequence[Mapping[str, Any]], scale: float) -> list[_Label]:
+def _draw_losses(
+    axes: "Axes", rows: Sequence[Mapping[str, Any]], scale: float, coverage: str
+) -> list[_Label]:
     labels: list[_Label] = []
     steps, losses = _series(rows, "loss/train", scale)
     alone = "o" if len(steps) == 1 else ""  # a line needs two points
@@ -153,7 +162,8 @@ def _draw_losses(axes: "Axes", rows: Sequence[Mapping[str, Any]], scale: float) 
     if scale != 1.0 and any("eval/bits_per_byte" in row for row in rows):
         steps, checks = _series(rows, "eval/bits_per_byte")
     if steps:
-        (line,) = axes.plot(steps, checks, "o-", color=_EVAL, linewidth=1, label="validation")
+        name = f"validation ({coverage})" if coverage else "validation"
+        (line,) = axes.plot(steps, checks, "o-", color=_EVAL, linewidth=1, label=name)
         line.set(markersize=5.5, markeredgecolor="white", zorder=4, clip_on=False)
         labels.append((checks[-1], f"validation {checks[-1]:.3f}", _EVAL))
     findings = [row for row in rows if "health/first_sample" in row]

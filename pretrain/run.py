@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 
@@ -29,6 +30,7 @@ def run(config: RunConfig, arguments: Sequence[str]) -> int:
     """Train, then evaluate, export, sample and report.  Exit code 0 when finished or when stopped
     by a signal after saving, 1 when the health policy stopped the run or its weights are not finite
     in the end."""
+    started = time.monotonic()
     device = choose_device(config)
     initialize_process_group(device, config.parallel.timeout_minutes)
     folder = RunFolder(config.folder)
@@ -45,7 +47,7 @@ def run(config: RunConfig, arguments: Sequence[str]) -> int:
                 if rank == 0:
                     report_weights(config, folder, trainer.state.step)
             if rank == 0:
-                if outcome == "finished" and not finished(trainer):
+                if outcome == "finished" and not finished(trainer, started):
                     outcome = "preempted"
                 folder.write_status(outcome)
     finally:
@@ -54,11 +56,11 @@ def run(config: RunConfig, arguments: Sequence[str]) -> int:
     return EXIT_CODES[outcome]
 
 
-def finished(trainer: Trainer) -> bool:
+def finished(trainer: Trainer, started: float) -> bool:
     """Make what the configuration wants of the result; whether no signal came before its end."""
     try:
         trainer.stop.release()
-        finish(trainer.config, trainer.folder)
+        finish(trainer.config, trainer.folder, started)
     except KeyboardInterrupt:
         print(
             "interrupted: all steps are saved; the same command makes what is missing", flush=True

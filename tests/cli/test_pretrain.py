@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -44,9 +45,15 @@ def test_a_run_leaves_its_artefacts_and_is_evaluated(workspace: Workspace, capsy
     assert [row["step"] for row in rows] == [1, 4]
     assert rows[-1]["data/tokens"] == 4 * 256
     assert list_steps(run.checkpoints) == [2, 4]
-    last = out.splitlines()[-1]
-    assert last.startswith("finished: ")
-    assert str(run.checkpoints / "step_00000004") in last
+    ending = out[out.index("finished in ") :].splitlines()
+    assert re.fullmatch(r"finished in (\d+ min )?\d+ s", ending[0])
+    assert [line.split("  ")[1] for line in ending[1:]] == [
+        "validation", "to compare", "checkpoint", "TensorBoard"
+    ]  # fmt: skip
+    bits = rows[-1]["eval/bits_per_byte"]
+    assert re.search(rf" {bits:.3f} bits per byte, on 8 of 1,\d+ sequences$", ending[1])
+    assert re.search(r" order-2 byte model \d\.\d+, gzip -9 .*, xz -9e .* whole", ending[2])
+    assert ending[3].endswith(f" {run.checkpoints / 'step_00000004'}")
 
     logged = rows[-1]["eval/loss"]
     assert evaluate.main([str(workspace.folder), "--sequences", "8", "--json"]) == 0

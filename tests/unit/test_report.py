@@ -137,6 +137,7 @@ def test_page_stands_alone_and_escapes(folder) -> None:
         folder,
         bytes_per_token=BYTES_PER_TOKEN,
         references=REFERENCES,
+        coverage="8 of 9 sequences",
         sample='<script>alert("1")</script> & more',
         artefacts={"Hugging Face folder": folder.path / "hf"},
     )
@@ -154,6 +155,7 @@ def test_page_stands_alone_and_escapes(folder) -> None:
     drawing = text[text.index("<svg") : text.index("</svg>") + len("</svg>")]
     ET.fromstring(drawing)
     assert "order-2 byte model 2.50" in drawing
+    assert "validation (8 of 9 sequences)" in drawing
     for expected in ("eval/bits_per_byte", "0.925", "step 40", "20,480 tokens", "finished"):
         assert expected in text, expected
     assert "norm: {type: rms}  # &lt;b&gt;" in text
