@@ -45,6 +45,8 @@ LONG = (
     "unit/test_checkpoint.py::test_twenty_random_kills",
     "unit/test_gradients.py",
     "unit/test_memory.py",
+    "unit/test_pipeline_table.py::test_distance_to_the_bound",
+    "unit/test_pipeline_table.py::test_the_whole_table",
     "unit/test_tokenize.py::test_run_interrupted_at_any_rename_continues",
 )
 

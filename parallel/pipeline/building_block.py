@@ -53,10 +53,10 @@ class Block:
             if op.kind is F:
                 start -= min(ahead, last - op.stage) * self.period
             timed[op.rank] += [
-                (start + microbatch * self.period, number, microbatch)
+                (start + microbatch * self.period, microbatch, number)
                 for microbatch in range(num_microbatches)
             ]
-        return [[(self.ops[number], mb) for _, number, mb in sorted(rank)] for rank in timed]
+        return [[(self.ops[number], mb) for _, mb, number in sorted(rank)] for rank in timed]
 
 
 def building_blocks(

@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 
 from parallel.pipeline.actions import COMPUTE, HW, Action, B, F, H, I, Kind, Orders, Schedule, W
 from parallel.pipeline.checker import check_schedule
+from parallel.pipeline.cost import INSTANT, CostTable, Network, UnitCost
 from parallel.pipeline.layout import read_layout
 from parallel.pipeline.lowering import ScheduleError, lower
 from parallel.pipeline.schedules import (
     SCHEDULES,
+    Conditions,
     forward_schedule,
     make_schedule,
     microbatch_groups,
 )
-from parallel.pipeline.units import Placement, model_units
-
+from parallel.pipeline.units import HEAD, Placement, Unit, model_units
 
 ONE_STAGE = ("1f1b", "zb_h1")  # schedules that need one stage per rank
 
@@ -84,6 +85,67 @@ def test_every_schedule_is_proved(
     assert {channel for channel, _ in links} <= {"forward"}
 
 
+@st.composite
+def stars(draw: st.DrawFn) -> tuple[Placement, int, CostTable]:
+    """The trunk cut anywhere and put on any rank, head chunks anywhere, any costs."""
+    depth, chunks = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    ranks = draw(st.integers(1, 5))
+    units = model_units(draw(st.integers(1, 7)), depth, chunks)
+    trunk = [unit for unit in units if unit.kind != HEAD]
+    cuts = sorted(draw(st.permutations(range(1, len(trunk))))[: draw(st.integers(0, 5))])
+    stages = [trunk[a:b] for a, b in pairwise([0, *cuts, len(trunk)])]
+    owners = [draw(st.integers(0, ranks - 1)) for _ in stages]
+    for k in range(depth + 1):
+        owner = [draw(st.integers(0, ranks - 1)) for _ in range(chunks)]
+        for rank in sorted(set(owner)):
+            stages.append([Unit(HEAD, k, c) for c in range(chunks) if owner[c] == rank])
+            owners.append(rank)
+    used = {rank: i for i, rank in enumerate(sorted(set(owners)))}
+    placement = Placement(
+        tuple(units), tuple(map(tuple, stages)), tuple(used[rank] for rank in owners),
+        draw(st.sampled_from(["block", "norm", "trunk"])),
+    )  # fmt: skip
+    number = st.sampled_from([0.0, 0.3, 1.0, 2.7])
+    kinds = {
+        kind: UnitCost(draw(number), draw(number), draw(st.sampled_from([0.0, 0.4, 1.0])),
+                       output_bytes=draw(number))
+        for kind in "Etnmh"
+    }  # fmt: skip
+    return placement, draw(st.integers(1, 2 * ranks + 1)), CostTable(kinds)
+
+
+@settings(max_examples=50)
+@given(stars(), st.sampled_from(["adahc", "adahc_zb"]), st.sampled_from([INSTANT, Network(0.2, 3)]))
+def test_periodic_schedules_of_any_placement_are_proved(
+    star: tuple[Placement, int, CostTable], name: str, network: Network
+) -> None:
+    placement, count, costs = star
+    schedule = make_schedule(name, placement, count, Conditions(costs, network))
+    peaks = check_schedule(schedule)
+    again = make_schedule(name, placement, count, Conditions(costs, network))
+    assert again.actions == schedule.actions
+    check_schedule(forward_schedule(schedule))
+    # As few as a stage can have: one micro-batch at a time.
+    stages = [
+        sum(not placement.head_only[s] for s in placement.stages_of(rank))
+        for rank in range(placement.num_ranks)
+    ]
+    least = [max(1, number) for number in stages]
+    tight = make_schedule(name, placement, count, Conditions(costs, network, least))
+    assert all(peak <= limit for peak, limit in zip(check_schedule(tight, least), least))
+    limit = max(1, max(peaks) - 1)
+    if limit >= max(least):
+        check_schedule(
+            make_schedule(name, placement, count, Conditions(costs, network, limit)), limit
+        )
+
+
+def test_limits_that_no_schedule_keeps() -> None:
+    placement = chain(2, 2)
+    with pytest.raises(ValueError, match=r"no schedule keeps at most \[1, 1\] micro-batches"):
+        make_schedule("adahc", placement, 4, Conditions(max_in_flight=1))
+
+
 def test_one_stage_per_rank_is_plain_1f1b() -> None:
     schedule = make_schedule("1f1b", chain(3), 4)
     orders = [[f"{a.kind}{a.microbatch}" for a in order] for order in schedule.compute_orders()]
@@ -114,7 +176,7 @@ def test_microbatch_groups_are_even_and_large_enough() -> None:
 
 def test_parameter_actions() -> None:
     def words(**options: bool) -> list[str]:
-        schedule = make_schedule("gpipe", chain(1, 2), 4, **options)
+        schedule = make_schedule("gpipe", chain(1, 2), 4, Conditions(), **options)
         check_schedule(schedule)
         return [f"{a.kind}{a.stage}" for a in schedule.actions[0] if a.kind not in (F, B)]
 
@@ -386,7 +448,8 @@ def test_mtp_stages_skip_and_split_losses() -> None:
 
 
 def test_planning_needs_no_torch() -> None:
-    modules = "actions checker cost layout lowering planner schedules simulate timeline units"
+    modules = "actions checker cost layout lowering planner rebalance schedules simulate timeline"
+    modules += " units"
     imports = ", ".join(f"parallel.pipeline.{name}" for name in modules.split())
     code = f"import sys, {imports}; sys.exit('torch' in sys.modules)"
     root = Path(__file__).resolve().parents[2]

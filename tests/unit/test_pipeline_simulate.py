@@ -10,7 +10,7 @@ from parallel.pipeline.cost import CostTable, UnitCost, ideal_makespan
 from parallel.pipeline.layout import read_layout
 from parallel.pipeline.lowering import ScheduleError, lower
 from parallel.pipeline.planner import PlanRequest, make_placement
-from parallel.pipeline.schedules import forward_schedule, make_schedule
+from parallel.pipeline.schedules import Conditions, forward_schedule, make_schedule
 from parallel.pipeline.simulate import Simulation, simulate
 from parallel.pipeline.timeline import Event, ascii_timeline, chrome_trace, svg_timeline
 from parallel.pipeline.units import Placement, model_units
@@ -21,10 +21,10 @@ def uniform(ranks: int, virtual: int, layers_per_stage: int = 1) -> Placement:
     return make_placement("uniform", PlanRequest(units, ranks, virtual))
 
 
-def block_costs(forward: float, backward: float) -> CostTable:
+def block_costs(forward: float, backward: float, weight_share: float = 0.5) -> CostTable:
     """Only blocks cost anything."""
     free = UnitCost()
-    block = UnitCost(forward, backward, 0.5, activation_bytes=100, parameter_bytes=1000,
+    block = UnitCost(forward, backward, weight_share, activation_bytes=100, parameter_bytes=1000,
                      output_bytes=10)  # fmt: skip
     return CostTable({"E": free, "n": free, "h": free, "m": free, "t": block})
 
@@ -59,6 +59,32 @@ def test_interleaving_divides_the_bubble(ranks: int, virtual: int) -> None:
         result = run("interleaved", ranks, virtual, count)
         work = count * virtual * 6
         assert work + (ranks - 1) * 6 <= result.makespan < work + (ranks - 1) * virtual * 6
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("f, i, w", [(1, 1, 1), (3, 2, 2), (2, 3, 2), (2, 2, 3), (2, 3, 1)])
+def test_split_weight_gradients_fill_the_bubble(ranks: int, f: int, i: int, w: int) -> None:
+    """(P − 1)(I + max(F − W, 0)) remain of (P − 1)(F + I + W): a third where all are equal."""
+    costs = block_costs(f, i + w, w / (i + w))
+    for count in (ranks, 2 * ranks, 3 * ranks + 1):
+        bubble = (ranks - 1) * (i + max(f - w, 0))
+        schedule = make_schedule("zb_h1", uniform(ranks, 1), count)
+        result = simulate(schedule, costs)
+        assert result.makespan == pytest.approx(count * (f + i + w) + bubble)
+        assert max(result.peak_in_flight) == min(ranks, count)
+        fitted = make_schedule("adahc_zb", uniform(ranks, 1), count, Conditions(costs))
+        assert simulate(fitted, costs).makespan <= result.makespan * 1.004 + 1e-9
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("f, b", [(1, 2), (3, 3), (5, 7)])
+def test_a_periodic_schedule_of_equal_stages_is_1f1b(ranks: int, f: int, b: int) -> None:
+    costs = block_costs(f, b)
+    for count in (1, ranks, 3 * ranks + 1):
+        schedule = make_schedule("adahc", uniform(ranks, 1), count, Conditions(costs))
+        result = simulate(schedule, costs)
+        assert result.makespan == (count + ranks - 1) * (f + b)
+        assert max(result.peak_in_flight) <= ranks
 
 
 def test_the_slowest_stage_sets_the_pace() -> None:
