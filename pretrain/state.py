@@ -82,10 +82,20 @@ class RunState:
             for difference in compare_configs(*_both(self.config, saved, self.fingerprints))
             if difference.effect != FREE
         ]
-        note = f"resuming after step {step}"
         if step >= self.config.training.total_steps:
-            note = f"all {step} steps are done: nothing is trained, changed settings have no effect"
+            return self._nothing_to_train()
+        note = f"resuming after step {step}"
         return f"{note}; settings that differ from the checkpoint:\n{changes}" if changes else note
+
+    def _nothing_to_train(self) -> str:
+        length = "steps" if self.config.training.steps is not None else "tokens"
+        ignored = "".join(
+            f"\n  not used, because nothing is trained: {change}" for change in self.changed
+        )
+        return (
+            f"all {self.step} steps are done; what finish.* asks for is made again. To train longer, "
+            f"give training.{length}=...; to train anew, another name=...{ignored}"
+        )
 
 
 def require_same_experiment(

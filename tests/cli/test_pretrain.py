@@ -66,9 +66,13 @@ def test_a_run_leaves_its_artefacts_and_is_evaluated(workspace: Workspace, capsy
 def test_a_finished_run_stays_and_a_longer_one_goes_on(workspace: Workspace, capsys) -> None:
     workspace.train()
     before = listing(workspace.folder / "checkpoints")
+    capsys.readouterr()
     workspace.train()
     assert listing(workspace.folder / "checkpoints") == before
-    capsys.readouterr()
+    out = capsys.readouterr().out
+    assert "all 4 steps are done" in out
+    assert "To train longer, give training.steps=...; to train anew, another name=..." in out
+    assert "differ" not in out and "not used" not in out
     workspace.train("training.steps=6")
     assert "resuming after step 4" in capsys.readouterr().out
     assert list_steps(workspace.folder / "checkpoints") == [4, 6]
@@ -259,7 +263,9 @@ def test_changed_settings_are_on_record_and_nothing_is_proved(workspace: Workspa
     before = run.config.read_text()
     capsys.readouterr()
     workspace.train("optimizer.lr=5e-4")
-    assert "nothing is trained, changed settings have no effect" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "not used, because nothing is trained: optimizer.lr: 0.001 -> 0.0005\n" in out
+    assert "from here on" not in out and "differ" not in out
     assert run.config.read_text() == before, "a start that trains nothing relabels nothing"
 
     workspace.train("training.steps=6", "optimizer.lr=5e-4")
