@@ -68,9 +68,9 @@ class LogitGradient:
     uniform: Tensor | None = None
 
 
-Late = Callable[[Tensor, Tensor], None]
-"""Takes inputs x [n, D] and output gradients g [n, v] of a weight gradient gᵀ x to be made later
-(the first v rows of it)."""
+Elsewhere = Callable[[Tensor, Tensor], None]
+"""Takes inputs x [n, D] and output gradients g [n, v] of a weight gradient gᵀ x (its first v rows)
+that is made elsewhere.  g is overwritten afterwards."""
 
 
 class Term(Protocol):
@@ -225,14 +225,14 @@ def evaluate_head(
     terms: Sequence[Term],
     options: HeadOptions,
     gradients: bool,
-    late: Late | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> HeadResult:
     """Loss of hidden rows [N, D] under the vocabulary slice ``weight`` [V_local, D].
 
     Every field has N rows.  With ``gradients``, ``d_hidden`` [N, D] has the hidden dtype (under
     tensor parallelism it is this rank's share, to be summed over ``tp``) and ``d_weight`` has the
-    weight's shape and dtype, accumulated in at least fp32.  With ``late``, what ``d_weight`` is
-    made of is given to it instead.
+    weight's shape and dtype, accumulated in at least fp32.  What ``d_weight`` is
+    made of is given to ``elsewhere`` instead, if there is such.
     """
     dtype = options.compute_dtype or weight.dtype
     wide = accumulation_dtype(dtype)
@@ -246,7 +246,8 @@ def evaluate_head(
     accumulator = None
     if gradients:
         result.d_hidden = torch.empty_like(hidden)
-        accumulator = None if late is not None else torch.zeros_like(weight, dtype=wide)
+        if elsewhere is None:
+            accumulator = torch.zeros_like(weight, dtype=wide)
     rows_per_chunk = min(
         options.rows_per_chunk(weight.shape[0], hidden.device.type), hidden.shape[0]
     )
@@ -277,8 +278,8 @@ def evaluate_head(
             g = _logit_gradient(rows, top, exponentials, parts, options.softcap).to(dtype)
             result.d_hidden[span] = g @ matrix
             if accumulator is None:
-                assert late is not None
-                late(x, g.clone())
+                assert elsewhere is not None
+                elsewhere(x, g)
             elif wide == dtype:
                 accumulator[:local_vocab].addmm_(g.T, x)
             else:
@@ -298,10 +299,10 @@ class _ChunkedHead(torch.autograd.Function):
         terms: Sequence[Term],
         options: HeadOptions,
         sums: dict[str, Tensor],
-        late: Late | None,
+        elsewhere: Elsewhere | None,
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        result = evaluate_head(hidden, weight, fields, terms, options, wanted, late)
+        result = evaluate_head(hidden, weight, fields, terms, options, wanted, elsewhere)
         sums.update(result.sums)
         ctx.gradients = (result.d_hidden, result.d_weight)
         return result.total
@@ -321,16 +322,16 @@ def chunked_head_loss(
     fields: Mapping[str, Tensor],
     terms: Sequence[Term],
     options: HeadOptions,
-    late: Late | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Differentiable form of :func:`evaluate_head`: (total, per-term sums).
 
-    What goes to ``late`` belongs to the gradient of the total itself, not of a multiple of it.
+    What goes ``elsewhere`` belongs to the gradient of the total itself, not of a multiple of it.
     """
     sums: dict[str, Tensor] = {}
     # grad mode is off inside a Function's forward, so the decision is taken from its inputs
     if not torch.is_grad_enabled():
         result = evaluate_head(hidden, weight, fields, terms, options, gradients=False)
         return result.total, result.sums
-    total: Tensor = _ChunkedHead.apply(hidden, weight, fields, terms, options, sums, late)
+    total: Tensor = _ChunkedHead.apply(hidden, weight, fields, terms, options, sums, elsewhere)
     return total, sums

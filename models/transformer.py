@@ -20,7 +20,7 @@ from .collectives import axis
 from .config import ModelConfig
 from .feedforward import FEEDFORWARDS
 from .linear import accumulation_dtype
-from .losses import HeadOptions, Late, Term, capped, chunked_head_loss
+from .losses import Elsewhere, HeadOptions, Term, capped, chunked_head_loss
 from .mtp import MTPBlock, fork, tokens_ahead
 from .norms import NORMS
 
@@ -84,10 +84,11 @@ class Embedding(nn.Module):
 
 
 class WeightGradients(Protocol):
-    """Where weight gradients are left while it is open, to be computed later."""
+    """Who makes weight gradients, if not the backward pass."""
 
-    def late(self, weight: Callable[[], Tensor]) -> Late | None:
-        """Takes what the gradient of ``weight()`` is made of; None while it is not open."""
+    def elsewhere(self, owner: nn.Module, weight: Callable[[], Tensor]) -> Elsewhere | None:
+        """Takes what the gradient of ``weight()``, a parameter of ``owner``, is made of; None to
+        have the backward pass make it."""
 
 
 class Head(nn.Module):
@@ -102,7 +103,7 @@ class Head(nn.Module):
         self.vocab_size = config.vocab_size
         self.softcap = config.logit_softcap
         self.chunk_rows = 0
-        self.later: WeightGradients | None = None
+        self.weight_gradients: WeightGradients | None = None
         self.compute_dtype: torch.dtype | None = None
         # In a tuple, so that the embedding is not registered as a submodule a second time.
         self._tied = (embedding,)
@@ -111,9 +112,13 @@ class Head(nn.Module):
 
     def matrix(self) -> Tensor:
         """The vocabulary matrix in its stored dtype (the head casts it), [V or V_local, D]."""
-        owner = self if self._tied[0] is None else self._tied[0]
-        weight: Tensor = owner.weight
+        weight: Tensor = self.owner.weight
         return weight
+
+    @property
+    def owner(self) -> Head | Embedding:
+        """The module whose parameter the vocabulary matrix is."""
+        return self if self._tied[0] is None else self._tied[0]
 
     def forward(
         self, x: Tensor, fields: Mapping[str, Tensor], terms: Sequence[Term]
@@ -121,8 +126,9 @@ class Head(nn.Module):
         """x [B, S, D] and fields [B, S] to (total loss, per-term sums)."""
         options = HeadOptions(self.vocab_size, self.softcap, self.chunk_rows, self.compute_dtype)
         rows = {name: value.reshape(-1) for name, value in fields.items()}
-        late = None if self.later is None else self.later.late(self.matrix)
-        return chunked_head_loss(x.flatten(0, 1), self.matrix(), rows, terms, options, late)
+        maker = self.weight_gradients
+        elsewhere = None if maker is None else maker.elsewhere(self.owner, self.matrix)
+        return chunked_head_loss(x.flatten(0, 1), self.matrix(), rows, terms, options, elsewhere)
 
     def logits(self, x: Tensor) -> Tensor:
         """Whole-vocabulary logits of x [..., D]: [..., vocab_size].  Single-process use."""

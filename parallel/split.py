@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from models.linear import Linear
-from models.losses import Late
-from models.transformer import Head
+from models.linear import Linear, accumulation_dtype
+from models.losses import Elsewhere
 
+from .gradients import local_gradient
 from .tensor import specialise
 
 
@@ -37,7 +38,7 @@ class Owed(NamedTuple):
 
 
 class WeightGradients:
-    """Where one rank's modules leave what they owe."""
+    """Who makes one rank's weight gradients where the backward pass does not."""
 
     def __init__(self) -> None:
         self._open: list[Owed] | None = None
@@ -52,10 +53,24 @@ class WeightGradients:
         finally:
             self._open = None
 
-    def late(self, weight: Callable[[], Tensor]) -> Late | None:
+    def late(self, weight: Callable[[], Tensor]) -> Elsewhere | None:
         """Takes what the gradient of ``weight()`` is made of; None while nothing is collected."""
         owed = self._open
         return None if owed is None else lambda x, g: owed.append(Owed(weight, x, g))
+
+    def elsewhere(self, owner: nn.Module, weight: Callable[[], Tensor]) -> Elsewhere | None:
+        """For a head: later while gradients are collected, otherwise at once into the stored
+        gradient, so that nothing as large as the vocabulary matrix is made per micro-batch.  None
+        where fully_shard must see the gradient, or where the stored one is too narrow for sums."""
+        owed = self._open
+        if owed is not None:
+            return lambda x, g: owed.append(Owed(weight, x, g.clone()))
+        parameter = owner._parameters["weight"]
+        assert parameter is not None
+        narrow = parameter.dtype != accumulation_dtype(parameter.dtype)
+        if narrow or not parameter.requires_grad or isinstance(owner, FSDPModule):
+            return None
+        return partial(_accumulate, parameter)
 
     @staticmethod
     def add(owed: list[Owed]) -> None:
@@ -65,6 +80,15 @@ class WeightGradients:
             used, gradient = weight(), g.flatten(0, -2).T @ x.flatten(0, -2)
             padding = used.shape[0] - gradient.shape[0]  # of a vocabulary matrix
             torch.autograd.backward(used, F.pad(gradient, (0, 0, 0, padding)).to(used.dtype))
+
+
+@torch.no_grad()
+def _accumulate(parameter: Tensor, x: Tensor, g: Tensor) -> None:
+    stored = local_gradient(parameter)[: g.shape[1]]
+    if g.dtype == stored.dtype:
+        stored.addmm_(g.T, x)
+    else:
+        stored += g.T @ x
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -78,7 +102,7 @@ class _SplitLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         module, d_weight = ctx.module, None
-        late = module.later.late(lambda: module.weight)
+        late = module.weight_gradients.late(lambda: module.weight)
         if late is None:
             d_weight = grad.flatten(0, -2).T @ x.flatten(0, -2)
         else:
@@ -88,7 +112,7 @@ class _SplitLinear(torch.autograd.Function):
 
 
 def split_linear_maps(model: nn.Module, sink: WeightGradients) -> None:
-    """Make every linear map and the head able to leave their weight gradients in ``sink``."""
+    """Make every linear map able to leave its weight gradient in ``sink``."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         weight = self.weight
@@ -98,8 +122,7 @@ def split_linear_maps(model: nn.Module, sink: WeightGradients) -> None:
     for module in model.modules():
         if isinstance(module, Linear):
             specialise(module, ("split",), {"forward": forward})
-        if isinstance(module, Linear | Head):
-            module.later = sink
+            module.weight_gradients = sink  # type: ignore[assignment]
 
 
 def reduce_now(root: FSDPModule) -> None:

@@ -61,7 +61,9 @@ class ShardedWeights:
 
     def __init__(self, model: Transformer, reshard: bool) -> None:
         self.model, self.reshard_each_time = model, reshard
-        self.later = WeightGradients()
+        self.gradients = WeightGradients()
+        if model.head is not None:
+            model.head.weight_gradients = self.gradients
         self._left: dict[FSDPModule, dict[int, int]] = {}
         self._holders: dict[FSDPModule, set[int]] = {}
 
@@ -239,14 +241,14 @@ class Stage:
         saved = self._saved.pop(index)
         self.weights.before_input_gradients(self.roots)
         given = [None] * len(saved.totals) + list(_many(grad_output))
-        with self.weights.later.collect() as self._late[index]:
+        with self.weights.gradients.collect() as self._late[index]:
             torch.autograd.backward(saved.totals + saved.outputs, given)
         return _few([_gradient(tensor) for tensor in saved.inputs])
 
     def backward_weight(self, index: int) -> None:
         """The weight gradients that ``backward_input`` left over."""
         self._backwards += 1
-        self.weights.later.add(self._late.pop(index))
+        self.weights.gradients.add(self._late.pop(index))
         self.weights.after_weight_gradients(self.roots, self.number)
 
     def head(
@@ -256,7 +258,7 @@ class Stage:
         if not self.split_head:
             self.forward(index, x)
             return self.backward(index, None)
-        with self.weights.later.collect() as late:
+        with self.weights.gradients.collect() as late:
             self.forward(index, x)
         result = self.backward_input(index, None)
         self._late[index] += late

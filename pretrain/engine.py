@@ -77,7 +77,7 @@ class Engine:
         self.place(placement)
         kinds = {action.kind for order in self.schedule(1).compute_orders() for action in order}
         if kinds & {Kind.BACKWARD_WEIGHT, Kind.HEAD_WEIGHT}:
-            split_linear_maps(model.part, self.weights.later)
+            split_linear_maps(model.part, self.weights.gradients)
 
     def place(self, placement: Placement, costs: CostTable | None = None) -> None:
         """Run this placement from the next step on; every rank calls it.

@@ -38,7 +38,7 @@ def replay(case: Case, orders: list[list[Action]]) -> dict[str, Tensor]:
         enlarge(model)
         models.append(model)
         weights = ShardedWeights(model.part, reshard=True)
-        split_linear_maps(model.part, weights.later)
+        split_linear_maps(model.part, weights.gradients)
         for number in placement.stages_of(rank):
             stages[number] = Stage(weights, case.dtype, placement, number)
             stages[number].split_head = (number, HW) in kinds
