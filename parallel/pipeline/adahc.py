@@ -8,7 +8,7 @@ simulated makespan wins.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallel.pipeline.actions import Orders
 from parallel.pipeline.building_block import building_blocks
@@ -73,15 +73,17 @@ def best_plan(request: PlanRequest) -> Planned:
 
 
 def hand_made_placements(request: PlanRequest) -> list[Placement]:
-    """What the other planners propose, where they can; each once."""
+    """What the other planners propose, where they can, with one stage per rank and with several;
+    each once."""
     found: dict[tuple[tuple[Unit, ...], ...], Placement] = {}
-    for name in HAND_MADE:
-        try:
-            placement = PLANNERS[name](request)
-        except ValueError:
-            continue
-        if request.max_hosts is None or len(hosts(placement)) <= request.max_hosts:
-            found.setdefault(placement.stages, placement)
+    for virtual in sorted({1, 2, request.stages_per_rank}):
+        for name in HAND_MADE:
+            try:
+                placement = PLANNERS[name](replace(request, stages_per_rank=virtual))
+            except ValueError:
+                continue
+            if request.max_hosts is None or len(hosts(placement)) <= request.max_hosts:
+                found.setdefault(placement.stages, placement)
     return list(found.values())
 
 
