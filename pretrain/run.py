@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +24,7 @@ from .finish import finish
 from .health import not_finite_since
 from .preflight import check_start
 from .run_folder import RunFolder, describe_environment, write_atomic, write_json
-from .trainer import Trainer, choose_device
+from .trainer import StopRequest, Trainer, choose_device
 
 EXIT_CODES = {"finished": 0, "preempted": 0, "failed": 1}
 
@@ -41,7 +44,11 @@ def run(config: RunConfig, arguments: Sequence[str]) -> int:
             if rank == 0:
                 write_records(folder, config, trainer, arguments)
                 folder.write_status("running")
+                answer_signals(folder)
             outcome = trainer.run()
+            if rank == 0 and outcome == "preempted":
+                step = trainer.state.step
+                say(folder, f"stopped after step {step}, which is saved; the same command goes on")
             if outcome == "finished" and not trainer.weights_are_finite():
                 outcome = "failed"
                 if rank == 0:
@@ -54,6 +61,36 @@ def run(config: RunConfig, arguments: Sequence[str]) -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
     return EXIT_CODES[outcome]
+
+
+def answer_signals(folder: RunFolder) -> None:
+    """From now on the first signal that stops the training is answered when it arrives."""
+    answered = False
+
+    def answering(stop: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
+        def note(number: int, frame: Any) -> None:
+            nonlocal answered
+            if not answered:
+                answered = True
+                again = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
+                say(folder, f"{signal.Signals(number).name}: finishing this step and saving{again}")
+            stop(number, frame)
+
+        return note
+
+    for number in StopRequest.SIGNALS:
+        stop = signal.getsignal(number)
+        assert callable(stop)
+        signal.signal(number, answering(stop))
+
+
+def say(folder: RunFolder, text: str) -> None:
+    """One line on the console and in the main rank's log; a signal handler may not print, because
+    it may have interrupted a print."""
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(2, f"{text}\n".encode())
+    with contextlib.suppress(OSError), folder.rank_log(0).open("a") as log:  # the disk may be full
+        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
 
 def finished(trainer: Trainer, started: float) -> bool:

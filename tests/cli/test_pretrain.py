@@ -226,6 +226,33 @@ def test_a_signal_after_training_leaves_the_rest_for_later(workspace: Workspace,
     assert (run.path / "huggingface" / "config.json").is_file()
 
 
+def test_ctrl_c_is_answered_at_once_and_in_the_end(workspace: Workspace) -> None:
+    workspace.change(
+        training={"steps": 10**4, "micro_batch": 8}, metrics={"every": 1, "trackers": []}
+    )
+    run = RunFolder(workspace.folder)
+    command = [sys.executable, str(ROOT / "launch" / "pretrain.py"), str(workspace.recipe)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        wait_for_a_step(run, process)
+        process.send_signal(signal.SIGINT)
+        errors = process.communicate(timeout=60)[1].decode()
+    assert process.returncode == 0
+    stopped = list_steps(run.checkpoints)[-1]
+    assert errors.splitlines() == [
+        "SIGINT: finishing this step and saving; Ctrl-C again stops at once",
+        f"stopped after step {stopped}, which is saved; the same command goes on",
+    ]
+    assert run.read_status() == "preempted"
+
+
+def wait_for_a_step(run: RunFolder, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while not (run.metrics.exists() and run.metrics.stat().st_size):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_a_signal_stops_torchrun_and_the_same_command_finishes(workspace: Workspace) -> None:
     """SIGTERM reaches both ranks: they agree on a step, save it, and end; one process goes on."""
     steps = 150
@@ -236,17 +263,19 @@ def test_a_signal_stops_torchrun_and_the_same_command_finishes(workspace: Worksp
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command += ["2", str(ROOT / "launch" / "pretrain.py"), str(workspace.recipe)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        deadline = time.monotonic() + 60
-        while not (run.metrics.exists() and run.metrics.stat().st_size):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for_a_step(run, process)
         process.send_signal(signal.SIGTERM)
         output = process.communicate(timeout=60)[0].decode()
     assert run.read_status() == "preempted", output
     assert "error:" not in output
     (stopped,) = list_steps(run.checkpoints)
     assert 0 < stopped < steps
+    log = run.rank_log(0).read_text()
+    for line in (
+        "SIGTERM: finishing this step and saving\n",
+        f"stopped after step {stopped}, which is saved; the same command goes on\n",
+    ):
+        assert output.count(line) == log.count(line) == 1, output
     assert sorted(path.name for path in run.logs.iterdir()) == ["rank0.log", "rank1.log"]
     assert json.loads(run.environment.read_text())["world_size"] == 2
 
