@@ -10,6 +10,9 @@ EXTRAS ?= hf,dev
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+# torchrun without the 25 lines of its own traceback after Ctrl-C or an error of ours.
+TORCHRUN := $(BIN)/python -c 'import sys; sys.tracebacklimit = 0; \
+  from torch.distributed.run import main; main()'
 SHELL := /bin/bash
 export OMP_NUM_THREADS ?= 1
 
@@ -38,7 +41,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@touch $@
 
 pretrain: prepare ## train a 3M model on the bundled text, evaluate, export, sample (goes on where it was)
-	@$(BIN)/torchrun --standalone --nproc-per-node $(PROCESSES) launch/pretrain.py $(RECIPE) $(ARGS)
+	@$(TORCHRUN) --standalone --nproc-per-node $(PROCESSES) launch/pretrain.py $(RECIPE) $(ARGS)
 
 prepare: $(STAMP) ## turn the bundled text into token files under data/austen
 	@$(call timed,data preparation,$(BIN)/python launch/prepare.py \
