@@ -1,14 +1,25 @@
-"""A config class as text that a person can read: every key, its default, type and meaning."""
+"""Configs as text that a person can read: every key of a class with its default, type and meaning;
+of one config what differs from the defaults."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.decode import Choices, default_of, expected_text, fields_of, join_path, show_value
+from pretrain.decode import (
+    Choices,
+    default_of,
+    encode,
+    expected_text,
+    fields_of,
+    join_path,
+    show_value,
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,30 @@ def describe(cls: type, width: int = 100) -> str:
         lines.append(f"{head:<{len(indent)}}{text[0]}".rstrip())
         lines += [indent + line for line in text[1:]]
     return "\n".join(lines) + "\n"
+
+
+def describe_changes(config: Any, width: int = 100) -> str:
+    """What differs from the defaults of the class, as ``key=value``, section by section."""
+    changed = list(_changes(encode(type(config)()), encode(config), ""))
+    lines: list[str] = []
+    for _, group in itertools.groupby(changed, lambda change: change[0].partition(".")[0]):
+        words = [f"{p}={v if isinstance(v, str) else json.dumps(v)}" for p, v in group]
+        while words:  # filled by hand: a value may hold spaces
+            line = words.pop(0)
+            while words and len(line) + len(words[0]) + 2 <= width - 2:
+                line += f"  {words.pop(0)}"
+            lines.append(f"  {line}")
+    return "\n".join(lines)
+
+
+def _changes(default: Any, tree: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    known = default if isinstance(default, Mapping) else {}
+    for key, value in tree.items():
+        where = join_path(path, key)
+        if isinstance(value, Mapping):
+            yield from _changes(known.get(key), value, where)
+        elif key not in known or known[key] != value:
+            yield where, value
 
 
 def _rows(cls: Any, path: str, base: Any, tag: str) -> Iterator[_Row]:

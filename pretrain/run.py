@@ -20,6 +20,7 @@ from parallel.mesh import initialize_process_group
 
 from .config import RunConfig
 from .decode import dump_yaml
+from .describe import describe_changes
 from .finish import finish
 from .health import not_finite_since
 from .preflight import check_start
@@ -160,9 +161,10 @@ def write_records(
     if trainer.state.step >= trainer.total_steps:
         return
     text = dump_yaml(config)
-    if trainer.state.step == 0:
-        print(text, flush=True)
     write_atomic(folder.config, text)
+    if trainer.state.step == 0:
+        print(f"settings other than the defaults; {folder.config} holds all:")
+        print(describe_changes(config), flush=True)
     world = dist.get_world_size() if dist.is_initialized() else 1
     environment = describe_environment(
         device=str(trainer.model.mesh.device), world_size=world, hosts=[socket.gethostname()]

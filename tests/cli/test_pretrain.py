@@ -33,6 +33,14 @@ def test_a_run_leaves_its_artefacts_and_is_evaluated(workspace: Workspace, capsy
     workspace.train()
     out = capsys.readouterr().out
     assert "starting from initial weights" in out
+    shown = out[: out.index("starting from")].splitlines()
+    assert (
+        shown[0] == f"settings other than the defaults; {workspace.folder}/config.yaml holds all:"
+    )
+    words = {word for line in shown[1:] for word in line.strip().split("  ")}
+    assert {"name=tiny", "model.vocab_size=257", "training.clip_norm=0.5"} <= words
+    assert not any(word.startswith(("seed=", "optimizer.")) for word in words)
+    assert max(map(len, shown[1:])) <= 100 + len(str(workspace.root))
     assert "4/4  eval  loss" in out
     run = RunFolder(workspace.folder)
     assert run.read_status() == "finished"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from models.registry import Registry
 from pretrain.decode import ConfigError, decode, diff, dump_yaml, encode, load, validate
-from pretrain.describe import describe
+from pretrain.describe import describe, describe_changes
 from pretrain.yaml_text import (
     combine,
     dump_tree,
@@ -484,3 +484,16 @@ def test_describe_shows_every_key_with_default_type_and_help() -> None:
     assert line("optimizer.lr").split()[1] == "0.002"
     assert any(row.split()[:3] == ["model.norm.eps", "1e-06", "[rms]"] for row in lines)
     assert all(len(row) <= 120 for row in lines)
+
+
+def test_changes_are_what_differs_from_the_defaults() -> None:
+    assert describe_changes(Model()) == ""
+    config = Model(width=32, activation="gelu", norm=Layer.Config(1e-6), window=7)
+    # A key that another component lacks is a change; one that it has with the same value is not.
+    assert describe_changes(config) == (
+        "  width=32\n  activation=gelu\n  window=7\n  norm.type=layer  norm.bias=true"
+    )
+    assert describe_changes(config, width=20).splitlines()[-2:] == [
+        "  norm.type=layer",
+        "  norm.bias=true",
+    ]
