@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -258,7 +258,11 @@ class FinishConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run.  ``model.size`` in a file or override starts from a preset of the size ladder."""
+    """One run."""
+
+    shorthands: ClassVar[dict[str, str]] = {
+        "model.size": f"preset that the other keys of model override (one of {', '.join(SIZES)})"
+    }
 
     name: str = field(default="run", metadata={"help": "folder of the run below runs_folder"})
     runs_folder: str = field(default="runs", metadata={"help": "where run folders are made"})
@@ -357,6 +361,8 @@ def expand_size(tree: Tree, problems: Problems) -> Tree:
     if not isinstance(model, dict) or "size" not in model:
         return tree
     rest = {key: value for key, value in model.items() if key != "size"}
+    if model["size"] is None:  # unset, on the command line for example
+        return {**tree, "model": rest}
     size = str(model["size"]).lower()
     if size not in SIZES:
         hint = nearest(size, SIZES)

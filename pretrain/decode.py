@@ -9,6 +9,8 @@ which a file writes as ``norm: rms`` or ``norm: {type: rms, eps: 1e-6}``. ``type
 that. What a file leaves out keeps the value of the default, one key at a time. A class may check
 its fields against each other with ``problems() -> list[(path within the object, message)]``; every
 object that could be built is checked, and all problems are raised in one ``ConfigError``.
+``shorthands: ClassVar`` of the outermost class (dotted key -> help) names keys that were expanded
+before decoding; they are listed among the allowed ones.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ def decode(cls: type[T], tree: Tree, *, sources: Mapping[str, str] | None = None
 
     ``sources`` says where a dotted path was given (a file name or "command line").
     """
-    decoder = _Decoder(sources or {})
+    decoder = _Decoder(sources or {}, shorthands_of(cls))
     config = decoder.dataclass(cls, tree, "", None)
     decoder.check_built()
     if decoder.problems:
@@ -102,8 +104,9 @@ def validate(config: Any) -> None:
 
 
 class _Decoder:
-    def __init__(self, sources: Mapping[str, str]) -> None:
+    def __init__(self, sources: Mapping[str, str], shorthands: Iterable[str] = ()) -> None:
         self.sources = sources
+        self.shorthands = shorthands
         self.problems: list[Problem] = []
         self.built: list[tuple[str, Any]] = []  # (path, object), innermost first
 
@@ -161,7 +164,7 @@ class _Decoder:
             return None
         options = tuple(option for option in options if option is not _NONE)
         for option in sorted(options, key=lambda option: type(value) is not option):
-            trial = _Decoder(self.sources)
+            trial = _Decoder(self.sources, self.shorthands)
             result = trial.value(option, value, path, base, registry)
             inside = all(problem.path != path for problem in trial.problems)
             if not trial.problems or (inside and len(options) == 1):
@@ -230,11 +233,13 @@ class _Decoder:
         if not isinstance(value, Mapping):
             return self.wrong(path, value, f"a mapping with {', '.join(fields_of(cls))}")
         fields = fields_of(cls)
+        short = [key for key in self.shorthands if key.rpartition(".")[0] == path]
+        names = [*(key.rpartition(".")[2] for key in short), *fields]
         failed = False
         for key in value:
             if key not in fields:
-                hint = nearest(key, fields) or (elsewhere or {}).get(key) or _moved(cls, key, path)
-                allowed = f"allowed are {', '.join(fields)}" if fields else "it takes no keys"
+                hint = nearest(key, names) or (elsewhere or {}).get(key) or _moved(cls, key, path)
+                allowed = f"allowed are {', '.join(names)}" if names else "it takes no keys"
                 self.fail(join_path(path, key), f"unknown key{of}; {allowed}{hint}")
                 failed = True
         arguments: dict[str, Any] = {}
@@ -281,6 +286,12 @@ def fields_of(cls: Any) -> dict[str, tuple[dataclasses.Field[Any], Any]]:
     fields = {f.name: (f, hints[f.name]) for f in dataclasses.fields(cls) if f.init}
     assert TYPE_KEY not in fields, f"{cls.__name__}: the key {TYPE_KEY!r} names components"
     return fields
+
+
+def shorthands_of(cls: Any) -> Mapping[str, str]:
+    """Keys of the class that are expanded before decoding, and what they stand for."""
+    found: Mapping[str, str] = getattr(cls, "shorthands", {})
+    return found
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:

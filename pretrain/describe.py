@@ -18,6 +18,7 @@ from pretrain.decode import (
     expected_text,
     fields_of,
     join_path,
+    shorthands_of,
     show_value,
 )
 
@@ -35,6 +36,10 @@ def describe(cls: type, width: int = 100) -> str:
     Keys that only one component of a registry has carry its name in brackets.
     """
     rows = list(_rows(cls, "", None, ""))
+    for key, about in shorthands_of(cls).items():
+        section = key.rpartition(".")[0] + "."
+        first = next(i for i, row in enumerate(rows) if row.key.startswith(section))
+        rows.insert(first, _Row(key, "null", about))
     key_width = min(max(len(row.key) for row in rows), 36)
     default_width = min(max(len(row.default) for row in rows), 16)
     indent = " " * (key_width + default_width + 6)

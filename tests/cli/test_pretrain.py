@@ -161,6 +161,7 @@ def test_printed_config_is_a_recipe(workspace: Workspace, capsys) -> None:
     assert config == load_run_config([workspace.recipe], command[1:3], 2)
     assert (config.model.layers, config.model.vocab_size) == (4, 257)
     assert not workspace.folder.exists()
+    assert load_run_config([workspace.recipe], ["model.size=null"], 1).model.layers == 2
 
 
 def test_keys_lists_every_setting(capsys) -> None:
@@ -170,6 +171,8 @@ def test_keys_lists_every_setting(capsys) -> None:
     for section in fields_of(RunConfig):
         assert any(key == section or key.startswith(f"{section}.") for key in first), section
     assert {"optimizer.lr", "parallel.pipeline.schedule", "checkpoint.allow"} <= first
+    [size] = [words for words in lines if words[0] == "model.size"]
+    assert size[1] == "null"
 
 
 def test_a_path_with_an_equals_sign_is_a_recipe(workspace: Workspace, capsys) -> None:

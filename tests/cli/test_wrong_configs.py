@@ -27,6 +27,10 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["schedule.kind=cosinus"],
         ["schedule.kind", "cosine, wsd, linear, constant", "'cosine'"],
     ),
+    "misspelt size": (
+        ["model.sizze=3m"],
+        ["model.sizze", "unknown key; allowed are size, vocab_size", "did you mean 'size'?"],
+    ),
     "unknown size": (["model.size=3"], ["model.size (command line)", "1m, 3m", "70b"]),
     "name with a slash": (["name=a/b"], ["name", "plain folder name", "'a/b'"]),
     "unreadable override": (["model.layers=[1"], ["model.layers", "YAML", "'[1'"]),
