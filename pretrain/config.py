@@ -244,7 +244,7 @@ class FinishConfig:
     export: Literal["auto", "llama", "qwen2", "qwen3", "mellum", "custom", "none"] = field(
         default="auto", metadata={"help": "Hugging Face folder: auto = native where exact"}
     )
-    prompt: str = field(default="", metadata={"help": "beginning of the text sample"})
+    prompt: str | None = field(default=None, metadata={"help": "beginning of the text sample"})
     sample_tokens: int = field(default=0, metadata={"help": "length of the text sample; 0 = none"})
     report: bool = field(default=True, metadata={"help": "draw loss_curve.png and report.html"})
 
@@ -252,7 +252,8 @@ class FinishConfig:
         if self.sample_tokens < 0:
             return [("sample_tokens", f"must not be negative, got {self.sample_tokens}")]
         if self.prompt and not self.sample_tokens:
-            return [("prompt", "is set but sample_tokens=0: it would be ignored")]
+            text = "is set but sample_tokens=0: it would be ignored; unset it: finish.prompt=null"
+            return [("prompt", text)]
         return []
 
 
@@ -303,7 +304,9 @@ class RunConfig:
                 text = f"{beyond} lie beyond the last step {last}: they would be ignored"
                 found.append(("health.skip_steps", text))
         if not self.data.validation and self.evaluation != EvaluationConfig():
-            found.append(("evaluation", "is set but data.validation is empty: it would be ignored"))
+            text = "is set but data.validation is empty: it would be ignored"
+            text += "; unset it: evaluation=null"
+            found.append(("evaluation", text))
         if self.data.samples == "packed" and getattr(self.objective, "documents", "") == "attend":
             found.append(
                 ("objective.documents", "must be mask with data.samples=packed: packed documents"
@@ -381,7 +384,7 @@ def expand_size(tree: Tree, problems: Problems) -> Tree:
 
 def fill_vocabulary(tree: Tree, problems: Problems) -> Tree:
     """``model.vocab_size`` left out: the tokenizer's, as the first training source records it."""
-    model = tree.get("model", {})
+    model = tree.get("model") or {}
     match tree.get("data"):
         case {"train": [{"path": str(path)}, *_]} if path:
             pass

@@ -150,8 +150,8 @@ class _Decoder:
             return self.mapping(kind, value, path, registry)
         if registry is not None:
             return self.component(registry, value, path, base)
-        if dataclasses.is_dataclass(kind):
-            return self.dataclass(cast(type, kind), value, path, base)
+        if dataclasses.is_dataclass(kind):  # null unsets a section
+            return self.dataclass(cast(type, kind), {} if value is None else value, path, base)
         if kind is Any:
             return value
         assert kind in _PLAIN or kind is _NONE, f"{path}: fields of type {kind} are not supported"

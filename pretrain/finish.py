@@ -64,13 +64,14 @@ def _export(config: RunConfig, folder: RunFolder, checkpoint: Path) -> Path:
 
 def _sample(config: RunConfig, folder: RunFolder, checkpoint: Path, artefacts: Artefacts) -> str:
     tokenizer = load_tokenizer(config.data.tokenizer_folder)
-    prompt = tokenizer.encode(config.finish.prompt) or [tokenizer.eos_id or 0]
+    beginning = config.finish.prompt or ""
+    prompt = tokenizer.encode(beginning) or [tokenizer.eos_id or 0]
     model = build_model(open_trained(checkpoint))
     tokens = config.finish.sample_tokens
     [ids] = generate(
         model, [prompt], tokens, Sampling(temperature=0.8), eos=tokenizer.eos_id, seed=config.seed
     )
-    text = config.finish.prompt + tokenizer.decode(ids)
+    text = beginning + tokenizer.decode(ids)
     artefacts["sample"] = folder.path / "sample.txt"
     write_atomic(folder.path / "sample.txt", text + "\n")
     print(f"sample:\n{text}", flush=True)

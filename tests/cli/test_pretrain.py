@@ -14,7 +14,7 @@ import pytest
 
 from launch import compare, evaluate, pretrain
 from parallel.checkpoint_format import list_steps
-from pretrain.config import RunConfig, load_run_config
+from pretrain.config import EvaluationConfig, RunConfig, load_run_config
 from pretrain.decode import fields_of
 from pretrain.run_folder import RunFolder, read_metrics
 from tests.cli.workspace import Workspace, listing, prepared, signals_restored
@@ -162,6 +162,18 @@ def test_printed_config_is_a_recipe(workspace: Workspace, capsys) -> None:
     assert (config.model.layers, config.model.vocab_size) == (4, 257)
     assert not workspace.folder.exists()
     assert load_run_config([workspace.recipe], ["model.size=null"], 1).model.layers == 2
+
+
+def test_what_a_recipe_sets_can_be_unset(workspace: Workspace) -> None:
+    workspace.change(finish={"prompt": "a cat", "sample_tokens": 8})
+    overrides = ["finish.sample_tokens=0", "finish.prompt=null"]
+    overrides += ["data.validation=[]", "evaluation=null"]
+    config = load_run_config([workspace.recipe], overrides, 1)
+    assert (config.finish.prompt, config.evaluation) == (None, EvaluationConfig())
+    (folder := workspace.root / "empty").mkdir()
+    (folder / "sections.yaml").write_text("model:\nevaluation:\n")  # all of it commented out
+    config = load_run_config([workspace.recipe, folder / "sections.yaml"], overrides, 1)
+    assert config.model.vocab_size == 257
 
 
 def test_keys_lists_every_setting(capsys) -> None:

@@ -77,11 +77,11 @@ IGNORED: dict[str, tuple[list[str], str]] = {
     "sp": (["parallel.sp=true"], "parallel.sp"),
     "reshard": (["parallel.reshard_after_forward=false"], "parallel.reshard_after_forward"),
     "pipeline": (["parallel.pipeline.schedule=gpipe"], "parallel.pipeline"),
-    "prompt": (["finish.prompt=Once"], "finish.prompt"),
+    "prompt": (["finish.prompt=Once"], "ignored; unset it: finish.prompt=null"),
     "wsd": (["schedule.decay_fraction=0.3"], "schedule.decay_fraction"),
     "wsd shape": (["schedule.decay_shape=linear"], "schedule.decay_shape"),
     "floor": (["schedule.kind=constant", "schedule.min_ratio=0.2"], "schedule.min_ratio"),
-    "evaluation": (["data.validation=[]"], "evaluation"),
+    "evaluation": (["data.validation=[]"], "ignored; unset it: evaluation=null"),
     "weight": (["data.train=[{path: x, weight: 2}]"], "data.train[0].weight"),
     "embeddings": (
         ["optimizer.weight_decay=0", "optimizer.decay_embeddings=true"],
