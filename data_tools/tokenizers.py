@@ -128,7 +128,7 @@ def check_vocabulary(vocab_size: int, specials: int = 1) -> None:
 
 def byte_tokenizer() -> TextTokenizer:
     """One token per UTF-8 byte and an end-of-text token, as an ordinary tokenizer.json."""
-    return train_tokenizer([], BYTE_VOCABULARY)
+    return dataclasses.replace(train_tokenizer([], BYTE_VOCABULARY), name="bytes")
 
 
 def audit(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[str]:

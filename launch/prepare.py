@@ -140,7 +140,8 @@ def show_progress(expected: int | None) -> Iterator[Callable[[int], None]]:
 def explain(request: Request, options: argparse.Namespace, workers: int) -> None:
     """What --dry-run prints."""
     size = sum(path.stat().st_size for path in request.files)
-    print(f"corpus: {len(request.files)} files, {size:,} bytes")
+    count = len(request.files)
+    print(f"corpus: {count:,} file{'s' * (count != 1)}, {size:,} bytes")
     tokenizer = request.tokenizer
     if isinstance(tokenizer, int):
         vocabulary = tokenizer

@@ -204,12 +204,12 @@ class _Decoder:
         given = {TYPE_KEY: value} if isinstance(value, str) else value
         default = registry.name_of(type(base)) if dataclasses.is_dataclass(base) else None
         if not isinstance(given, Mapping) or (default is None and TYPE_KEY not in given):
-            expected = f"a {registry.kind} ({', '.join(names)}) or a mapping with its 'type'"
+            expected = f"{_a(registry.kind)} ({', '.join(names)}) or a mapping with its 'type'"
             return self.wrong(path, value, expected, names)
         name = given.get(TYPE_KEY, default)
         if name not in names:
             where = path if isinstance(value, str) else join_path(path, TYPE_KEY)
-            return self.wrong(where, name, f"a {registry.kind}: one of {', '.join(names)}", names)
+            return self.wrong(where, name, f"{_a(registry.kind)}: one of {', '.join(names)}", names)
         cls = registry.config_class(name)
         rest = {key: item for key, item in given.items() if key != TYPE_KEY}
         elsewhere = {
@@ -362,10 +362,14 @@ def expected_text(kind: Any, metadata: Mapping[str, Any] = types.MappingProxyTyp
         return f"a mapping, each value {expected_text(args[1], metadata)}"
     if "registry" in metadata:
         registry: Choices = metadata["registry"]
-        return f"a {registry.kind}: one of {', '.join(registry.names())}"
+        return f"{_a(registry.kind)}: one of {', '.join(registry.names())}"
     if dataclasses.is_dataclass(kind):
         return "a mapping"
     return _PLAIN.get(kind, "anything")
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def encode(config: Any) -> Tree:

@@ -86,7 +86,9 @@ def test_help_and_dry_run_write_nothing(tmp_path: Path, capsys: pytest.CaptureFi
     assert "uint16" in text
     assert listing(tmp_path) == before
     assert run("--corpus", path, "--tokenizer", "bytes", "--out", tmp_path, "--dry-run") == 0
-    assert "was not made by prepare" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "was not made by prepare" in text
+    assert "corpus: 1 file, " in text and "tokenizer: bytes, vocabulary 257" in text
 
 
 def test_no_append_eos_says_what_it_means(

@@ -124,7 +124,7 @@ def test_only_the_trackers_that_are_named_leave_files(workspace: Workspace) -> N
 def test_ids_that_never_occur_are_noted_once(workspace: Workspace, capsys) -> None:
     workspace.train("model.vocab_size=1300", "training.steps=2")
     notes = [line for line in capsys.readouterr().out.splitlines() if "note:" in line]
-    text = "note: 1,043 of the 1,300 ids of model.vocab_size can never occur: tokenizer bpe-257"
+    text = "note: 1,043 of the 1,300 ids of model.vocab_size can never occur: tokenizer bytes"
     assert notes == [f"{text} has 257"]
     workspace.train("name=other", "training.steps=2")
     assert "note:" not in capsys.readouterr().out

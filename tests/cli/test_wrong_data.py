@@ -172,7 +172,7 @@ CASES: dict[Callable[[Workspace], None], list[str]] = {
     stale_packing: ["train.pack32.json: computed from another version of train.idx"],
     no_tokenizer: ["data.tokenizer", "nowhere: no such tokenizer file"],
     no_tokenizer_for_the_sample: ["data.tokenizer", "tokenizer.json: no such tokenizer file"],
-    other_tokenizer: ["data.tokenizer", "words holds tokenizer", "was made with bpe-257"],
+    other_tokenizer: ["data.tokenizer", "words holds tokenizer", "was made with bytes"],
     blend_of_tokenizers: ["different tokenizers", "257 tokens", "259 tokens"],
 }
 

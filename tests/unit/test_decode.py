@@ -497,3 +497,15 @@ def test_changes_are_what_differs_from_the_defaults() -> None:
         "  norm.type=layer",
         "  norm.bias=true",
     ]
+
+
+def test_the_article_fits_the_noun() -> None:
+    objectives = Registry("objective")
+    objectives.register("rms")(Rms)
+
+    @dataclass(frozen=True)
+    class Task:
+        objective: Any = field(default=Rms.Config(), metadata={"registry": objectives})
+
+    with pytest.raises(ConfigError, match="given 'x'; expected an objective: one of rms"):
+        load(Task, [], ["objective=x"])

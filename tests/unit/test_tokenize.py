@@ -78,7 +78,7 @@ def test_training_is_deterministic_and_lossless(bpe: TextTokenizer) -> None:
 
 def test_byte_tokenizer_has_one_token_per_byte() -> None:
     tokenizer = tokenizers.byte_tokenizer()
-    assert (tokenizer.vocab_size, tokenizer.eos_id) == (257, 0)
+    assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eos_id) == ("bytes", 257, 0)
     for text in HARD:
         assert len(tokenizer.encode(text)) == len(text.encode())
         assert tokenizer.decode(tokenizer.encode(text)) == text
