@@ -85,8 +85,10 @@ def start(options: argparse.Namespace, argv: list[str] | None) -> int:
         return 0
     if options.dry_run:
         from pretrain.plan import describe_plan
+        from pretrain.preflight import check_data
 
-        print(describe_plan(config, world_size), end="")
+        unchecked = check_data(config)
+        print(describe_plan(config, world_size) + unchecked, end="")
         return 0
 
     from pretrain.run import run

@@ -44,6 +44,17 @@ def check_evaluation(config: RunConfig, device: torch.device, checkpoint: Path) 
         raise ConfigError([Problem(*problem) for problem in dict.fromkeys(found)])
 
 
+def check_data(config: RunConfig) -> str:
+    """``ConfigError`` where the datasets cannot give what the run needs; a note for people where
+    none of them is on this machine."""
+    paths = [source.path for source in (*config.data.train, *config.data.validation)]
+    if not any(Path(f"{path}.idx").exists() for path in paths):
+        return f"the datasets are not here, so they were not checked: {', '.join(paths)}\n"
+    if found := data_problems(config):
+        raise ConfigError([Problem(*problem) for problem in found])
+    return ""
+
+
 def data_problems(config: RunConfig) -> Problems:
     """Why the datasets cannot give what the run needs."""
     samples = config.training.total_steps * config.training.batch

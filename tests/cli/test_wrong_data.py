@@ -14,6 +14,7 @@ from data_tools.dataset import prepare
 from data_tools.packing import write_packing
 from data_tools.request import Request
 from data_tools.tokenizers import train_tokenizer
+from launch import pretrain
 from tests.cli.workspace import Workspace, listing, prepared, refused
 
 
@@ -186,6 +187,18 @@ def test_wrong_data(
     refused(capsys, workspace.root, [workspace.recipe], CASES[damage])
     assert listing(workspace.root) == before
     assert not workspace.folder.exists()
+    refused(capsys, workspace.root, [workspace.recipe, "--dry-run"], CASES[damage])
+
+
+def test_a_plan_for_another_machine_needs_no_data(workspace: Workspace, capsys) -> None:
+    assert pretrain.main([str(workspace.recipe), "--dry-run"]) == 0
+    whole = capsys.readouterr().out
+    shutil.move(workspace.root / "data", workspace.root / "elsewhere")
+    assert pretrain.main([str(workspace.recipe), "--dry-run"]) == 0
+    *plan, note = capsys.readouterr().out.splitlines()
+    assert plan == whole.splitlines()
+    assert note.startswith("the datasets are not here, so they were not checked: ")
+    assert note.endswith("validation")
 
 
 def test_data_and_kernels_are_reported_together(workspace: Workspace, capsys) -> None:
