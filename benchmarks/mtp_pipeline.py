@@ -46,14 +46,14 @@ from parallel.mesh import ParallelConfig, PipelineConfig, build_mesh
 from parallel.pipeline.cost import CostTable, Network
 from parallel.pipeline.planner import PlanRequest, make_placement
 from parallel.pipeline.simulate import simulate
-from parallel.pipeline.units import BLOCK, model_units
+from parallel.pipeline.units import BLOCK, HEAD, model_units
 from parallel.stage import MicroBatch, unit_name
 from pretrain.engine import Engine, build_engine
 from pretrain.objectives.causal import Causal
 from pretrain.unit_costs import average_costs, measure_units
 
 RANKS = 2
-CHUNKS = 16
+CHUNKS = 8
 PLANNERS = ("uniform", "balanced", "standalone", "split", "adahc")
 PEERS = ("torch 1f1b", "torch interleaved")
 TOLERANCE = 1e-5
@@ -203,7 +203,7 @@ class Bench:
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.02, generator=generator)
         dist.barrier()
-        mine = measure_units(config, model, self.batches[:6], self.terms, CHUNKS)
+        mine = measure_units(config, model, self.batches[:6], self.terms)
         everyone: list[Any] = [None] * RANKS
         dist.all_gather_object(everyone, mine)
         return average_costs(everyone)
@@ -211,7 +211,7 @@ class Bench:
     def _engine(self, config: ModelConfig, planner: str) -> Engine:
         chunks = CHUNKS if planner == "adahc" else 1
         shape = self.shape
-        costs = whole_head_costs(self.costs, config) if chunks == 1 else self.costs
+        costs = cut_heads(self.costs, config, chunks)
         request = PlanRequest(
             units=tuple(model_units(config.layers, config.mtp.depth, chunks)),
             num_ranks=RANKS,
@@ -265,20 +265,12 @@ class Bench:
         return worst
 
 
-def whole_head_costs(costs: CostTable, config: ModelConfig) -> CostTable:
-    """The chunks of each head added up."""
+def cut_heads(costs: CostTable, config: ModelConfig, chunks: int) -> CostTable:
+    """Costs of whole heads divided among their chunks."""
     by_unit = {}
-    for unit in model_units(config.layers, config.mtp.depth):
-        cost = costs[unit]
-        by_unit[unit] = cost.times(CHUNKS) if unit.kind == "h" else cost
-        if unit.kind == "h":
-            chunks = [costs[replace(unit, chunk=c)] for c in range(CHUNKS)]
-            by_unit[unit] = replace(
-                by_unit[unit],
-                forward=sum(c.forward for c in chunks),
-                backward=sum(c.backward for c in chunks),
-                output_bytes=cost.output_bytes,
-            )
+    for unit in model_units(config.layers, config.mtp.depth, chunks):
+        cost = costs[replace(unit, chunk=0)]
+        by_unit[unit] = cost.times(1 / chunks) if unit.kind == HEAD else cost
     return CostTable(by_unit=by_unit)
 
 
@@ -389,7 +381,7 @@ def measure(options: Options, arguments: argparse.Namespace) -> Report:
         {
             "both sides": "2 gloo processes, 1 thread each, fp32; a step is all forward and "
             "backward passes and the exchange of shared weights' gradients; every plan of ours "
-            "under the schedule that simulates fastest, adahc with 16 chunks per head; torch's "
+            "under the schedule that simulates fastest, adahc with 8 chunks per head; torch's "
             "schedules with blocks spread evenly and the tail on the last stage"
         },
     )

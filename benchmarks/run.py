@@ -17,6 +17,7 @@ from benchmarks.measure import ROOT, add_common, common, render
 QUESTIONS = {
     "training_throughput": "training speed of one process against transformers and litgpt",
     "mtp_pipeline": "every planner on multi-token prediction, against torch.distributed.pipelining",
+    "sleeping_pipeline": "the executor against the simulator on four ranks whose stages sleep",
     "pipeline_executor": "1F1B and interleaved 1F1B against torch.distributed.pipelining",
     "head_memory": "memory and time of the chunked head against plain cross-entropy",
     "prepare_throughput": "tokenisation speed against datasets.map and the tokenizer alone",
