@@ -102,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = parser.parse_args(argv)
         a, b = load(options.a), load(options.b)
+        require_known(options.expect, a, b)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -140,6 +141,27 @@ def load(given: str) -> Run:
         read_metrics(folder.metrics) if folder.metrics.exists() else (),
         folder.read_status() or "not started",
     )
+
+
+def require_known(expected: Iterable[str], a: Run, b: Run) -> None:
+    """ValueError for a name that can be no difference of the two."""
+    known: set[str] = set()
+    for run in (a, b):
+        environment = {"environment": run.environment or {}}
+        for tree in (run.config, run.fingerprints or {}, environment):
+            known.update(_paths(tree))
+    for name in expected:
+        if name not in known:
+            text = f"--expect {name}: neither side has such a setting{nearest(name, known)}"
+            raise ValueError(text)
+
+
+def _paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Every section and every leaf."""
+    for key, value in tree.items():
+        yield prefix + key
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{prefix}{key}.")
 
 
 def _require_one_configuration(folder: RunFolder) -> None:
@@ -298,8 +320,7 @@ def print_report(
     print("\nDifferences" if differences else "\nDifferences: none")
     _print_table([(d.path, _show(d.a), _show(d.b), d.note) for d in differences], "<<<<")
     if a.fingerprints is not None and b.fingerprints is not None:
-        equal = [k for k in a.fingerprints if a.fingerprints[k] == b.fingerprints.get(k)]
-        print(f"Equal: {', '.join(equal) or 'no fingerprint'}")
+        print(f"Equal: {', '.join(equal_parts(a, b)) or 'no fingerprint'}")
     if not (a.rows and b.rows):
         return
     print("\nFigures, each at the last step that both runs have")
@@ -315,6 +336,25 @@ def print_report(
         print("Tokenizers differ: only bits per byte compare.")
     else:
         print(curve_distance(a, b))
+
+
+def equal_parts(a: Run, b: Run) -> list[str]:
+    """Fingerprints, code and libraries that the two runs share, with what is short enough."""
+    left, right = a.fingerprints or {}, b.fingerprints or {}
+    found = [key for key in left if left[key] == right.get(key)]
+    here, there = a.environment or {}, b.environment or {}
+    if here.get("source_hash", 0) == there.get("source_hash"):
+        found.append("code (source_hash)")
+    versions = [
+        {"python": environment.get("python"), **environment.get("packages", {})}
+        for environment in (here, there)
+    ]
+    return found + [
+        f"{name} {version}"
+        for name, version in versions[0].items()
+        if version and version == versions[1].get(name)
+        if name == "python" or name in COMPUTING_PACKAGES.split()
+    ]
 
 
 def _print_table(rows: Sequence[Sequence[str]], alignment: str) -> None:

@@ -81,7 +81,8 @@ def test_equal_runs(tmp_path, capsys) -> None:
     assert code == 0
     assert out.endswith("\nno difference that can change training\n")
     assert "bitwise equal at all 3 common logged steps" in out
-    assert "Equal: data_hash, init_hash, parameters, tokenizer_hash" in out
+    equal = "data_hash, init_hash, parameters, tokenizer_hash, code (source_hash)"
+    assert f"Equal: {equal}, python 3.11.9, torch 2.13.0\n" in out
     assert "metrics.every" in out
 
 
@@ -114,9 +115,14 @@ def test_one_factor_with_its_consequences(tmp_path, capsys) -> None:
     assert "Largest gap of loss/train over 3 common logged steps: 0.3 (step 30)" in out
     assert compare(capsys, a, b, "--expect", "model.norm")[0] == 0
     assert compare(capsys, a, b, "--expect", "model")[0] == 0
-    code, out = compare(capsys, a, b, "--expect", "model.nor")
+    assert main([a, b, "--expect", "model.nrom"]) == 2
+    error = (
+        "error: --expect model.nrom: neither side has such a setting; did you mean 'model.norm'?"
+    )
+    assert capsys.readouterr() == ("", f"{error}\n")
+    code, out = compare(capsys, a, b, "--expect", "model.layers")
     assert code == 1
-    assert "beyond model.nor, these differ: model.norm.type" in out
+    assert "beyond model.layers, these differ: model.norm.type" in out
 
 
 @pytest.mark.parametrize(
