@@ -40,6 +40,11 @@ CAUSES = {
 COMPUTING_PACKAGES = (
     "torch numpy triton tokenizers megatron-core transformer-engine flash-attn apex"
 )
+EXAMPLES = """\
+examples:
+  python launch/compare.py runs/austen-3m runs/layernorm --expect model.norm
+  python launch/compare.py recipes/austen-3m.yaml mine.yaml
+"""
 SHOWN_GROUPS = ("loss", "eval", "optim", "throughput", "memory", "data")
 TOKENIZER_BOUND_UNITS = ("nats/token",)
 
@@ -87,6 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = Parser(
         prog="compare.py",
         description=__doc__,
+        epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("a", metavar="A", help="run folder or configuration file")

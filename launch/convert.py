@@ -14,7 +14,7 @@ from pretrain import export, import_hf
 EXAMPLES = """\
 examples:
   python launch/convert.py to-hf runs/austen-3m exported
-  python launch/convert.py to-hf runs/austen-3m exported --target custom --dtype bfloat16
+  python launch/convert.py to-hf runs/austen-3m exported-bf16 --target custom --dtype bfloat16
   python launch/convert.py from-hf exported start
 """
 

@@ -49,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         prog="doctor.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="exit code: 0 when training can run here, 1 when something it needs is broken",
+        epilog="example: python launch/doctor.py --json\n\n"
+        "exit code: 0 when training can run here, 1 when something it needs is broken",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
     parser.add_argument(

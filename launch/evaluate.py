@@ -15,8 +15,8 @@ from launch._command import Parser, report
 EXAMPLES = """\
 examples:
   python launch/evaluate.py runs/austen-3m
-  python launch/evaluate.py runs/austen-3m/checkpoints/step_00000100 --sequences 64
-  torchrun --nproc-per-node 2 launch/evaluate.py runs/austen-3m parallel.tp=2
+  python launch/evaluate.py runs/austen-3m/checkpoints/step_00000250 --sequences 64
+  torchrun --standalone --nproc-per-node 2 launch/evaluate.py runs/austen-3m parallel.tp=2
 """
 
 

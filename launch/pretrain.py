@@ -1,4 +1,4 @@
-"""Train a model: torchrun --nproc-per-node N launch/pretrain.py RECIPE.yaml [key=value ...]"""
+"""Train a model, evaluate, export and sample it: one run, described by recipes and overrides."""
 
 import sys
 from pathlib import Path
@@ -15,14 +15,20 @@ from launch._command import Parser, recipes_and_overrides, report
 
 EXAMPLES = """\
 examples:
-  python launch/pretrain.py recipes/austen-3m.yaml                      one process
-  torchrun --nproc-per-node 2 launch/pretrain.py recipes/austen-3m.yaml data parallel
-  torchrun --nproc-per-node 4 launch/pretrain.py recipes/austen-3m.yaml parallel.tp=2 parallel.pp=2
+  # one process; two that share each batch; four that share each matrix and the layers
+  python launch/pretrain.py recipes/austen-3m.yaml
+  torchrun --standalone --nproc-per-node 2 launch/pretrain.py recipes/austen-3m.yaml
+  torchrun --standalone --nproc-per-node 4 launch/pretrain.py recipes/austen-3m.yaml \\
+      parallel.tp=2 parallel.pp=2
+  # another run that differs in one thing
+  python launch/pretrain.py recipes/austen-3m.yaml name=layernorm model.norm=layer
+  # what it would need; every setting there is
   python launch/pretrain.py recipes/austen-3m.yaml parallel.pp=4 --dry-run --world-size 4
-  python launch/pretrain.py --keys                                      every setting there is
+  python launch/pretrain.py --keys
 
 Several files and overrides are merged left to right.  The same command continues a run that was
-interrupted at any point; a finished run is left as it is.
+interrupted at any point.  A finished run is not trained again: its export, sample and report are
+made again, more training.steps continue it, and another name=... begins a new one.
 """
 
 
