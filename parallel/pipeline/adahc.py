@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from parallel.pipeline.actions import Orders
-from parallel.pipeline.building_block import building_blocks
+from parallel.pipeline.fitted import Conditions, program_of, quick_time
 from parallel.pipeline.head_layouts import divided_heads
 from parallel.pipeline.program import Execution, Program, stages_with_split_heads
 from parallel.pipeline.request import PLANNERS, PlanRequest, hosts, register
-from parallel.pipeline.schedules import SCHEDULES, Conditions, compute_orders
+from parallel.pipeline.schedules import SCHEDULES, compute_orders
 from parallel.pipeline.simulate import peak_bytes
 from parallel.pipeline.units import Placement, Unit, lookup
 
@@ -125,15 +125,12 @@ def _in_flight_limits(request: PlanRequest, placement: Placement) -> list[int] |
 
 
 def _ranked(request: PlanRequest, placements: Iterable[Placement]) -> list[Placement]:
-    """Placements by the time that a periodic schedule takes, the fastest first."""
-    costs, ranks, count = request.known_costs("adahc"), request.num_ranks, request.microbatches
-    few = min(count, 2 * ranks + 8)
+    """Placements by about the time that a step takes, the fastest first."""
     timed = []
     for number, placement in enumerate(placements):
-        heads = [s for s, alone in enumerate(placement.head_only) if alone]
-        program = Program(placement, costs, request.network, heads if request.split else ())
-        for block in building_blocks(program, count, split=request.split)[:1]:
-            orders = block.orders(ranks, few, ranks // 2)
-            rest = (count - few) * block.period * block.tick
-            timed.append((Execution(program, orders).makespan + rest, number, placement))
+        costs = request.known_costs("adahc")
+        program = program_of(placement, costs, request.network, request.split)
+        time = quick_time(program, request.microbatches, request.split)
+        if time is not None:
+            timed.append((time, number, placement))
     return [placement for _, _, placement in sorted(timed, key=lambda entry: entry[:2])]

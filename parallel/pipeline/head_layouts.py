@@ -33,8 +33,12 @@ def divided_heads(request: PlanRequest) -> list[Placement]:
     for limit in sorted({*(z for z in HOST_LIMITS if z < most), most}, reverse=True):
         shapes |= _Search(model, limit, whole_heads=False).shapes()
     shapes |= _Search(model, most, whole_heads=True).shapes()
-    chosen = sorted(shapes, key=lambda shape: (shapes[shape], shape))
-    return [model.placement(shape) for shape in chosen[:MOST_SHAPES]]
+    chosen = sorted(shapes, key=lambda shape: (shapes[shape], shape))[:MOST_SHAPES]
+    if not request.split:
+        shapes = _Search(model, most, whole_heads=False, virtual=2).shapes()
+        fewer = MOST_SHAPES // (2 if model.ranks <= MOST_EXACT_RANKS else 8)
+        chosen += sorted(shapes, key=lambda shape: (shapes[shape], shape))[:fewer]
+    return [model.placement(shape) for shape in chosen]
 
 
 def least_load(request: PlanRequest) -> float:
@@ -44,20 +48,23 @@ def least_load(request: PlanRequest) -> float:
 
 
 class Shape(NamedTuple):
-    """How many blocks each rank has, the rank of each multi-token-prediction block, and how many
-    chunks of each depth each rank hosts."""
+    """How many blocks each stage has, the stage of each multi-token-prediction block, and how many
+    chunks of each depth each rank hosts.  Stage s is on rank s mod P; one without a unit is left
+    out."""
 
     blocks: tuple[int, ...]
-    mtp_ranks: tuple[int, ...]
+    mtp_stages: tuple[int, ...]
     chunks: tuple[tuple[int, ...], ...]  # by rank, then depth
 
     @property
-    def idle_rank(self) -> int | None:
-        """A rank without a unit."""
-        for rank, count in enumerate(self.blocks):
-            if rank and not count and rank not in self.mtp_ranks and not any(self.chunks[rank]):
-                return rank
-        return None
+    def is_filled(self) -> bool:
+        """Every rank has work, and with several stages per rank each stage has."""
+        ranks = len(self.chunks)
+        for stage, count in enumerate(self.blocks):
+            hosts = len(self.blocks) == ranks and any(self.chunks[stage])
+            if stage and not count and stage not in self.mtp_stages and not hosts:
+                return False
+        return True
 
 
 class _Trunk(NamedTuple):
@@ -93,19 +100,19 @@ class _Model:
         return list(combinations_with_replacement(among, self.depth))
 
     def placement(self, shape: Shape) -> Placement:
-        """One stage per rank for what is not a head, then one per (depth, rank) with chunks."""
+        """The stages of what is not a head, then one per (depth, rank) with chunks."""
         stages, ranks, block = [], [], 0
-        for rank, count in enumerate(shape.blocks):
-            units = [Unit(EMBEDDING)] if rank == 0 else []
+        for stage, count in enumerate(shape.blocks):
+            units = [Unit(EMBEDDING)] if stage == 0 else []
             units += [Unit(BLOCK, i) for i in range(block, block + count)]
             block += count
             if count and block == self.blocks:
                 units.append(Unit(NORM))
-            for k, owner in enumerate(shape.mtp_ranks, 1):
-                units += [Unit(MTP, k), Unit(NORM, k)] if owner == rank else []
+            for k, owner in enumerate(shape.mtp_stages, 1):
+                units += [Unit(MTP, k), Unit(NORM, k)] if owner == stage else []
             if units:
                 stages.append(tuple(units))
-                ranks.append(rank)
+                ranks.append(stage % self.ranks)
         for depth in range(self.depth + 1):
             start = 0
             for rank, counts in enumerate(shape.chunks):
@@ -119,10 +126,14 @@ class _Model:
 
 
 class _Search:
-    """Layouts of nearly the least T with at most ``limit`` hosts."""
+    """Layouts of nearly the least T with at most ``limit`` hosts.
 
-    def __init__(self, model: _Model, limit: int, whole_heads: bool) -> None:
-        self.model, self.limit = model, limit
+    With two stages per rank (``virtual``), the multi-token-prediction blocks are in the second
+    round, so that every rank can have blocks in the first.
+    """
+
+    def __init__(self, model: _Model, limit: int, whole_heads: bool, virtual: int = 1) -> None:
+        self.model, self.limit, self.virtual = model, limit, virtual
         self.pieces = 1 if whole_heads else model.chunks  # per head
         self.piece_loads = [load * model.chunks / self.pieces for load in model.head_chunk]
         self.needed = self.pieces * len(self.piece_loads)
@@ -158,20 +169,42 @@ class _Search:
                 if trunk is not None:
                     trunks[trunk.blocks, option[0]] = trunk
             for (blocks, mtp_ranks), trunk in trunks.items():
-                shape = Shape(blocks, mtp_ranks, self._even(trunk, least * slack))
-                if shape.idle_rank is None:
-                    found[shape] = self.bound(shape, trunk)
+                chunks = self._even(trunk, least * slack)
+                shape = Shape(blocks, mtp_ranks, chunks)
+                shapes = [shape]
+                if self.virtual == 2:
+                    shapes = [self._two_rounds(shape, share) for share in (0.0, 1.0)]
+                for filled in (shape for shape in shapes if shape.is_filled):
+                    found[filled] = self.bound(chunks, trunk)
         return found
 
-    def bound(self, shape: Shape, trunk: _Trunk) -> float:
+    def _two_rounds(self, shape: Shape, share: float) -> Shape:
+        """The blocks of every rank in two stages, none behind the first multi-token-prediction
+        block.  The second stage, with this ``share`` of the rank's heads, is about as long as the
+        first."""
+        model, ranks = self.model, self.model.ranks
+        first = min(shape.mtp_stages, default=ranks - 1)
+        usual = (model.prefix[-1] - model.prefix[0]) / max(model.blocks, 1) or 1.0
+        rounds: tuple[list[int], list[int]] = ([], [])
+        for rank, count in enumerate(shape.blocks):
+            late = sum(m for m, owner in zip(model.mtp, shape.mtp_stages) if owner == rank)
+            heads = sum(n * size for n, size in zip(shape.chunks[rank], model.head_chunk))
+            late += share * heads
+            early = count if rank > first else min(count, round((count + late / usual) / 2 + 0.01))
+            rounds[0].append(early)
+            rounds[1].append(count - early)
+        mtp_stages = tuple(ranks + rank for rank in shape.mtp_stages)
+        return Shape((*rounds[0], *rounds[1]), mtp_stages, shape.chunks)
+
+    def bound(self, chunks: tuple[tuple[int, ...], ...], trunk: _Trunk) -> float:
         """No schedule takes less: a rank works off its load for each micro-batch, and before and
-        after that the ranks in front of it have one micro-batch to themselves."""
+        after that the stages in front of it have one micro-batch to themselves."""
         sizes = self.model.head_chunk
-        ahead = accumulate(trunk.loads, initial=0.0)
+        ahead = accumulate((load / self.virtual for load in trunk.loads), initial=0.0)
         return max(
             before + self.model.request.microbatches
             * (load + sum(n * size for n, size in zip(mine, sizes)))
-            for before, load, mine in zip(ahead, trunk.loads, shape.chunks)
+            for before, load, mine in zip(ahead, trunk.loads, chunks)
         )  # fmt: skip
 
     def _trunk(self, option: tuple[tuple[int, ...], int], target: float) -> _Trunk | None:
@@ -182,7 +215,7 @@ class _Search:
             loads[rank] += load
         if max(loads) > target * (1 + EPS):
             return None
-        last = min(mtp_ranks, default=len(loads) - 1)
+        last = min(mtp_ranks, default=len(loads) - 1) if self.virtual == 1 else len(loads) - 1
         if window == EXACT:
             blocks = self._exact_blocks(loads, last, target)
         else:

@@ -8,32 +8,13 @@ order, so that losses and gradients accumulate in the same order under every sch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from parallel.pipeline.actions import Action, B, F, I, Kind, Orders, Schedule, W
-from parallel.pipeline.building_block import Block, building_blocks
-from parallel.pipeline.checker import peak_in_flight
-from parallel.pipeline.cost import INSTANT, CostTable, Network, UnitCost
+from parallel.pipeline.fitted import ANY, Conditions, fitted_orders
+from parallel.pipeline.interleaving import interleaved_orders, warm_up
 from parallel.pipeline.lowering import lower
-from parallel.pipeline.program import Execution, Program, Step
-from parallel.pipeline.units import HEAD, Placement, lookup
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What a schedule may be fitted to.  costs: None for blocks of one unit of time, backward twice
-    that, and a head like a block.  max_in_flight: the most (stage, micro-batch) pairs between
-    forward and backward, for every rank or for each."""
-
-    costs: CostTable | None = None
-    network: Network = INSTANT
-    max_in_flight: int | Sequence[int] | None = None
-
-    def limits(self, num_ranks: int) -> Sequence[int] | None:
-        limit = self.max_in_flight
-        return [limit] * num_ranks if isinstance(limit, int) else limit
-
+from parallel.pipeline.units import Placement, lookup
 
 Generator = Callable[[Placement, int, Conditions], Orders]
 SCHEDULES: dict[str, Generator] = {}
@@ -54,7 +35,7 @@ def make_schedule(
     name: str,
     placement: Placement,
     num_microbatches: int,
-    conditions: Conditions = Conditions(),
+    conditions: Conditions = ANY,
     *,
     sharded: bool = False,
     reshard_between: bool = False,
@@ -99,16 +80,6 @@ def forward_schedule(schedule: Schedule) -> Schedule:
     )
 
 
-def _warm_up(forward: list[Action], backward: list[Action], ahead: int) -> list[Action]:
-    """``ahead`` forward actions, then forward and backward in turn, then the other backwards."""
-    ahead = min(ahead, len(forward))
-    steady = len(forward) - ahead
-    order = forward[:ahead]
-    for pair in zip(forward[ahead:], backward[:steady]):
-        order += pair
-    return order + backward[steady:]
-
-
 @register("gpipe")
 def gpipe(placement: Placement, num_microbatches: int, _: Conditions) -> Orders:
     """All forward actions, then all backward ones; any number of stages per rank."""
@@ -139,24 +110,8 @@ def one_forward_one_backward(placement: Placement, num_microbatches: int, _: Con
         (stage,) = placement.stages_of(rank)
         forward = [Action(F, stage, mb) for mb in range(num_microbatches)]
         backward = [Action(B, stage, mb) for mb in range(num_microbatches)]
-        orders.append(_warm_up(forward, backward, placement.num_stages - stage - 1))
+        orders.append(warm_up(forward, backward, placement.num_stages - stage - 1))
     return orders
-
-
-def microbatch_groups(num_microbatches: int, num_ranks: int) -> list[range]:
-    """Groups of micro-batches that go through one virtual stage before the next one's turn.
-
-    At least ``num_ranks`` per group where there are that many, and as even as possible: with a
-    smaller last group the first rank would wait for itself through the others.
-    """
-    count = max(1, num_microbatches // num_ranks)
-    size, larger = divmod(num_microbatches, count)
-    groups, start = [], 0
-    for group in range(count):
-        end = start + size + (group < larger)
-        groups.append(range(start, end))
-        start = end
-    return groups
 
 
 @register("interleaved")
@@ -172,18 +127,9 @@ def interleaved(placement: Placement, num_microbatches: int, _: Conditions) -> O
             f"schedule interleaved needs stage s on rank s mod {ranks} and the same number of "
             f"stages on each rank; the stages are on ranks {list(placement.ranks)}"
         )
-    virtual = stages // ranks
-    groups = microbatch_groups(num_microbatches, ranks)
-    orders = []
-    for rank in range(ranks):
-        mine = placement.stages_of(rank)
-        forward = [Action(F, s, mb) for group in groups for s in mine for mb in group]
-        backward = [Action(B, s, mb) for group in groups for s in mine[::-1] for mb in group]
-        ahead = ranks - rank - 1
-        if virtual > 1:
-            ahead = 2 * ahead + (virtual - 1) * len(groups[0])
-        orders.append(_warm_up(forward, backward, ahead))
-    return orders
+    return interleaved_orders(
+        [placement.stages_of(rank) for rank in range(ranks)], num_microbatches
+    )
 
 
 @register("zb_h1")
@@ -201,7 +147,7 @@ def zero_bubble(placement: Placement, num_microbatches: int, _: Conditions) -> O
         forward = [Action(F, stage, mb) for mb in range(num_microbatches)]
         inputs = [Action(I, stage, mb) for mb in range(num_microbatches)]
         order = []
-        for action in _warm_up(forward, inputs, placement.num_stages - stage - 1):
+        for action in warm_up(forward, inputs, placement.num_stages - stage - 1):
             order.append(action)
             if action.kind is I and action.microbatch >= stage:
                 order.append(Action(W, stage, action.microbatch - stage))
@@ -212,12 +158,13 @@ def zero_bubble(placement: Placement, num_microbatches: int, _: Conditions) -> O
 
 @register("adahc")
 def adahc(placement: Placement, num_microbatches: int, conditions: Conditions) -> Orders:
-    """The fastest of periodic schedules built from one micro-batch, and of 1F1B and interleaved
-    1F1B where these fit: for any placement, head-only stages in particular.
+    """The fastest order for any placement, head-only stages in particular: periodic ones built
+    from one micro-batch, 1F1B, interleaved 1F1B with heads in its gaps.
 
     ``ValueError`` when no schedule keeps to the limits in flight.
     """
-    return _fastest(placement, num_microbatches, conditions, split=False)
+    plain = _where_possible((one_forward_one_backward, interleaved), placement, num_microbatches)
+    return fitted_orders(placement, num_microbatches, conditions, plain, split=False)
 
 
 @register("adahc_zb")
@@ -225,98 +172,17 @@ def adahc_zero_bubble(
     placement: Placement, num_microbatches: int, conditions: Conditions
 ) -> Orders:
     """The same with weight gradients as actions of their own, which fill idle time."""
-    return _fastest(placement, num_microbatches, conditions, split=True)
+    plain = _where_possible((zero_bubble,), placement, num_microbatches)
+    return fitted_orders(placement, num_microbatches, conditions, plain, split=True)
 
 
-MOST_BLOCKS = 2  # periods that are tried in full
-ENOUGH_STEPS = 4000  # micro-batches times ranks that tell one order from another
-WORTH = 1.004  # gain below which fewer micro-batches in flight are preferred
-
-
-def _fastest(
-    placement: Placement, num_microbatches: int, conditions: Conditions, split: bool
-) -> Orders:
-    """The least makespan, or nearly so with fewer micro-batches in flight.
-
-    Periodic orders are compared on as many micro-batches as it takes to fill and drain, and the
-    best of them are run in full beside the orders that are made without costs.
-    """
-    heads = [stage for stage, alone in enumerate(placement.head_only) if alone]
-    costs = conditions.costs or nominal_costs(placement)
-    program = Program(placement, costs, conditions.network, heads if split else ())
-    limits = conditions.limits(placement.num_ranks)
-    finalists = [
-        *_periodic_orders(program, num_microbatches, limits, split),
-        *_simple_orders(program, num_microbatches, limits, split),
-    ]
-    if not finalists:
-        raise ValueError(
-            f"no schedule keeps at most {limits} micro-batches in flight on the ranks of this "
-            "placement; allow more"
-        )
-    if len(finalists) == 1:
-        times = [0.0]
-    else:
-        times = [Execution(program, orders).makespan for _, orders in finalists]
-    near = [i for i, time in enumerate(times) if time <= WORTH * min(times)]
-    best = min(near, key=lambda i: (finalists[i][0], times[i], i))
-    return [[Action(op.kind, op.stage, mb) for op, mb in order] for order in finalists[best][1]]
-
-
-Counted = tuple[int, list[list[Step]]]  # most in flight, and every rank's steps
-
-
-def _periodic_orders(
-    program: Program, count: int, limits: Sequence[int] | None, split: bool
-) -> list[Counted]:
-    """The fastest periodic orders, and the fastest that keeps the fewest in flight."""
-    ranks = program.placement.num_ranks
-    few = min(count, max(2 * ranks + 8, ENOUGH_STEPS // ranks))
-    tried: list[tuple[float, int, Block, int]] = []
-    blocks = building_blocks(program, count, split=split, max_in_flight=limits)
-    for block in blocks[:MOST_BLOCKS]:
-        for ahead in sorted({0, 1, ranks // 4, ranks // 2, min(ranks, 16)}):
-            orders = block.orders(ranks, few, ahead)
-            peak = _peak(block.orders(ranks, min(count, 4 * ranks), ahead), limits)
-            if peak is not None:
-                rest = (count - few) * block.period * block.tick
-                time = Execution(program, orders).makespan + rest
-                tried.append((time, peak, block, ahead))
-    tried.sort(key=lambda entry: entry[:2])
-    near = [entry for entry in tried if entry[0] <= WORTH * tried[0][0]]
-    chosen = [*tried[:1], *sorted(near, key=lambda entry: entry[1::-1])[:1]]
-    chosen = chosen[: 1 + (chosen[0] is not chosen[-1])] if chosen else []
-    full = [block.orders(ranks, count, ahead) for *_, block, ahead in chosen]
-    counted = [(_peak(orders, limits), orders) for orders in full]
-    return [(peak, orders) for peak, orders in counted if peak is not None]
-
-
-def _simple_orders(
-    program: Program, count: int, limits: Sequence[int] | None, split: bool
-) -> list[Counted]:
-    """The orders without costs that this placement allows."""
+def _where_possible(
+    generators: tuple[Generator, ...], placement: Placement, num_microbatches: int
+) -> list[Orders]:
     found = []
-    for generator in (zero_bubble,) if split else (one_forward_one_backward, interleaved):
+    for generator in generators:
         try:
-            orders = program.steps(generator(program.placement, count, Conditions()))
+            found.append(generator(placement, num_microbatches, ANY))
         except ValueError:
             continue
-        peak = _peak(orders, limits)
-        if peak is not None:
-            found.append((peak, orders))
     return found
-
-
-def _peak(orders: Sequence[Sequence[Step]], limits: Sequence[int] | None) -> int | None:
-    """The most micro-batches in flight on a rank, or ``None`` if that is over a limit."""
-    peaks = [peak_in_flight([op.kind for op, _ in order]) for order in orders]
-    if limits is not None and any(peak > limit for peak, limit in zip(peaks, limits)):
-        return None
-    return max(peaks)
-
-
-def nominal_costs(placement: Placement) -> CostTable:
-    """Blocks of one unit of time, a whole head like a block, backward twice forward."""
-    chunks = max((unit.chunk for unit in placement.units if unit.kind == HEAD), default=0) + 1
-    block, free = UnitCost(1, 2), UnitCost()
-    return CostTable({"E": free, "t": block, "n": free, "m": block, "h": block.times(1 / chunks)})

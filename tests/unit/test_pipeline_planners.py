@@ -180,11 +180,10 @@ def test_the_least_load_is_that_of_brute_force(
 
 def test_a_whole_head_is_a_head_in_one_chunk() -> None:
     """Heads that cost as much as some blocks balance the ranks without being divided."""
-    plan = best_plan(request_for(10, 4, 1, head=3.0, mtp=2.0, chunks=1))
-    assert sorted(len(stage) for stage in plan.placement.stages[-2:]) == [1, 1]
-    tail = best_plan(request_for(6, 2, 0, head=2.0, chunks=4))
-    assert len(hosts(tail.placement)) == 1  # four blocks | two blocks and the whole head
-    assert largest(request_for(6, 2, 0, head=2.0), tail.placement) == 12
+    request = request_for(6, 2, 0, head=2.0, chunks=4, num_microbatches=4)
+    placement = best_plan(request).placement
+    assert len(hosts(placement)) == 1  # four blocks | two blocks and the whole head
+    assert largest(request, placement) == 12
 
 
 def with_memory(request: PlanRequest) -> PlanRequest:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from parallel.pipeline.actions import COMPUTE, HW, Action, B, F, H, I, Kind, Orders, Schedule, W
 from parallel.pipeline.checker import check_schedule
 from parallel.pipeline.cost import INSTANT, CostTable, Network, UnitCost
+from parallel.pipeline.interleaving import microbatch_groups
 from parallel.pipeline.layout import read_layout
 from parallel.pipeline.lowering import ScheduleError, lower
 from parallel.pipeline.schedules import (
@@ -22,7 +23,6 @@ from parallel.pipeline.schedules import (
     Conditions,
     forward_schedule,
     make_schedule,
-    microbatch_groups,
 )
 from parallel.pipeline.units import HEAD, Placement, Unit, model_units
 

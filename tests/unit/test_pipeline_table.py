@@ -84,8 +84,8 @@ def check_row(row: list[str]) -> None:
     assert costs is not None
     assert costs.bound(request.units, ranks) == pytest.approx(bound, abs=0.006)
     assert least_load(request) <= chunks * 1.0005
-    plan = best_plan(request)
-    assert max(costs.rank_loads(plan.placement)) <= chunks * 1.03
+    plan = best_plan(request)  # of the least makespan, for which a little more load may be worth it
+    assert max(costs.rank_loads(plan.placement)) <= chunks * 1.05
     placed = [(make_placement(name, request), costs, "1f1b") for name in HAND_MADE]
     placed.append((*vocabulary_parallel(request), "adahc"))
     for (placement, table, schedule), load, ratio in zip(placed, loads, ratios, strict=True):
@@ -93,7 +93,7 @@ def check_row(row: list[str]) -> None:
         found = makespan(request, schedule, placement, table) / plan.makespan
         assert found >= 0.98 * ratio, (schedule, found, ratio)
         # Where it is much more, then because chunks do better here than in the table.
-        assert found <= 1.1 * ratio, (schedule, found, ratio)
+        assert found <= 1.13 * ratio, (schedule, found, ratio)
 
 
 @pytest.mark.parametrize("number", [12, 16])
