@@ -42,6 +42,7 @@ from pretrain.yaml_text import nearest
 TARGETS = ("auto", *NATIVE_TARGETS, CUSTOM_TARGET)
 DTYPES = ("stored", "float32", "bfloat16", "float16")
 DEFAULT_SHARD_BYTES = 5 * 10**9
+_CUSTOM = "the folder carries its own code: transformers loads it with trust_remote_code=True"
 _ENTRY_FILES = ("configuration_midspan", "modeling_midspan")
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)
 
@@ -138,7 +139,7 @@ def choose_target(trained: TrainedModel, wanted: str) -> tuple[str, list[str]]:
         native, reasons = native_target(trained.config)
         if native is not None:
             return native, []
-        return CUSTOM_TARGET, [f"no native class is exact: {'; '.join(reasons)}"]
+        return CUSTOM_TARGET, [f"no native class is exact: {'; '.join(reasons)}", _CUSTOM]
     reasons = obstacles(trained.config, wanted)
     if reasons:
         drop = ", or leave multi-token prediction out with --drop-mtp"
@@ -147,7 +148,7 @@ def choose_target(trained: TrainedModel, wanted: str) -> tuple[str, list[str]]:
             "Use --target custom, which carries the model's own code"
             + (drop if trained.config.mtp.depth else "")
         )
-    return wanted, []
+    return wanted, [_CUSTOM] if wanted == CUSTOM_TARGET else []
 
 
 # ---------------------------------------------------------------------------------- weights

@@ -57,7 +57,7 @@ def _export(config: RunConfig, folder: RunFolder, checkpoint: Path) -> Path:
     target = folder.path / "huggingface"
     done = export_hugging_face(checkpoint, target, target=config.finish.export, force=True)
     for note in done.notes:
-        print(note, flush=True)
+        print(f"note: {note}", flush=True)
     print(f"exported as {done.target}: {done.verification}", flush=True)
     return target
 
