@@ -26,7 +26,7 @@ def check_start(config: RunConfig, device: torch.device) -> None:
     """``ConfigError`` with all that would stop this run on this rank's machine."""
     found = kernel_problems(config, device) + data_problems(config)
     if config.finish.export != "none" and importlib.util.find_spec("transformers") is None:
-        found.append(("finish.export", "needs transformers: pip install 'midspan[hf]', or none"))
+        found.append(("finish.export", 'needs transformers: pip install -e ".[hf]", or none'))
     if not found:
         _collect(found, "checkpoint", lambda: check_checkpoint(config))
     if found:

@@ -62,7 +62,7 @@ def require_transformers() -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise VerificationError(
-            f"verification needs transformers ({error}): pip install 'midspan[hf]', or pass "
+            f'verification needs transformers ({error}): pip install -e ".[hf]", or pass '
             "--no-verify"
         ) from None
 
