@@ -1,6 +1,12 @@
 # Two commands do everything on a fresh machine: `make pretrain` and `make test`.
 # Every target below works in the virtual environment .venv, which the first one creates.
 
+#: ARGS          settings and options of the command: key=value, --json, ...
+#: RECIPE        what `make pretrain` trains (recipes/austen-3m.yaml)
+#: PROCESSES     on how many processes it does (2)
+#: PYTHON        the interpreter that .venv is made with (python3)
+#: EXTRAS        extras that are installed (hf,dev)
+#: TEST_FLAGS    more flags for pytest
 PYTHON ?= python3
 RECIPE ?= recipes/austen-3m.yaml
 PROCESSES ?= 2
@@ -25,6 +31,8 @@ timed = start=$$SECONDS; $(2) && echo "$(1): $$((SECONDS - start)) s"
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "variables, as in: make pretrain PROCESSES=1 ARGS='name=short training.steps=60'"
+	@sed -n 's/^#: /  /p' $(MAKEFILE_LIST)
 
 need-%:
 	@[ -n "$($*)" ] || { echo "error: this target needs $*=..., see: make help" >&2; exit 2; }
@@ -35,6 +43,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@command -v $(PYTHON) > /dev/null || { echo "error: $(PYTHON) not found; give one: make PYTHON=python3.12 ..." >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "error: $$($(PYTHON) --version) is too old: 3.11 or newer is needed; give one: make PYTHON=python3.12 ..." >&2; exit 2; }
+	@echo "installing into .venv: torch and what else is needed; this can take minutes"
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv .venv
 	@$(call timed,installation,PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e ".[$(EXTRAS)]")
