@@ -7,6 +7,7 @@ simulated makespan wins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ from parallel.pipeline.units import Placement, Unit, lookup
 
 HAND_MADE = ("uniform", "balanced", "standalone", "split")
 MOST_RUNS = 4  # placements with divided heads that are scheduled in full
+ROUNDS_COST = 1.01  # what a second round must gain: it sends twice as much
 MANY_STEPS = 10_000  # ranks times micro-batches from which half as many are
 
 
@@ -42,34 +44,50 @@ def adahc(request: PlanRequest) -> Placement:
 def best_plan(request: PlanRequest) -> Planned:
     """The fastest of all candidates within the limits; ``ValueError`` when none keeps to them."""
     lookup("pipeline schedule", SCHEDULES, request.schedule)
-    costs = request.known_costs("adahc")
-    best: Planned | None = None
-    refusals: list[str] = []
-    chunked = _ranked(request, divided_heads(request))
+    choice = _Choice(request)
+    divided = _ranked(request, divided_heads(request))
     many = request.num_ranks * request.microbatches >= MANY_STEPS
-    for candidates, enough in (
-        (chunked, MOST_RUNS // (1 + many)),
-        (hand_made_placements(request), None),
-    ):
-        accepted = 0
-        for placement in candidates:
-            ideal = max(costs.rank_loads(placement)) * request.microbatches
-            if accepted == enough or (best is not None and ideal >= best.makespan):
-                continue
-            try:
-                planned = plan_within(request, placement)
-            except ValueError as error:
-                refusals.append(str(error))
-                continue
-            accepted += 1
-            if best is None or planned.makespan < best.makespan:
-                best = planned
-    if best is None:
-        why = refusals[-1] if refusals else f"{len(request.units)} units are too few"
+    choice.consider([p for p in divided if not has_rounds(p)], MOST_RUNS // (1 + many))
+    choice.consider([p for p in divided if has_rounds(p)], MOST_RUNS // (1 + many))
+    choice.consider(hand_made_placements(request))
+    if choice.best is None:
+        why = choice.refusal or f"{len(request.units)} units are too few"
         raise ValueError(
             f"planner adahc cannot place this model on {request.num_ranks} ranks: {why}"
         )
-    return best
+    return choice.best
+
+
+def has_rounds(placement: Placement) -> bool:
+    """Whether the stages that are not heads go round the ranks more than once."""
+    return placement.head_only.count(False) > placement.num_ranks
+
+
+class _Choice:
+    """The best plan so far."""
+
+    def __init__(self, request: PlanRequest) -> None:
+        self.request, self.costs = request, request.known_costs("adahc")
+        self.best: Planned | None = None
+        self.least = math.inf  # makespan of the best, or more if it has rounds
+        self.refusal = ""
+
+    def consider(self, placements: Iterable[Placement], enough: int | None = None) -> None:
+        """Plan each, or the first ``enough`` that keep to the limits."""
+        accepted = 0
+        for placement in placements:
+            dear = ROUNDS_COST if has_rounds(placement) else 1.0
+            ideal = max(self.costs.rank_loads(placement)) * self.request.microbatches
+            if accepted == enough or ideal * dear >= self.least:
+                continue
+            try:
+                planned = plan_within(self.request, placement)
+            except ValueError as error:
+                self.refusal = str(error)
+                continue
+            accepted += 1
+            if planned.makespan * dear < self.least:
+                self.best, self.least = planned, planned.makespan * dear
 
 
 def hand_made_placements(request: PlanRequest) -> list[Placement]:

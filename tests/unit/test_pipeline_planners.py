@@ -256,7 +256,7 @@ def measured(placement: Placement, costs: CostTable, speed: list[float]) -> Cost
     return CostTable(by_unit=table)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(requests(), st.lists(st.sampled_from([0.8, 1.0, 1.0, 1.3]), min_size=5, max_size=5))
 def test_rebalancing_keeps_hosts_and_helps_the_busiest(
     request: PlanRequest, speed: list[float]
