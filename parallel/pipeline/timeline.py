@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
@@ -18,6 +19,19 @@ COLOUR = {
     "H": "#e3a869",
     "HW": "#f0d3a8",
 }
+
+IDLE = "#eeeeee"
+MEANING = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, inputs only",
+    "W": "weight gradients",
+    "H": "head, both ways",
+    "HW": "head, weight gradients",
+}
+PREFIX = {
+    -9: "n", -6: "µ", -3: "m", 0: "", 3: "k", 6: "M", 9: "G", 12: "T", 15: "P",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +75,16 @@ def ascii_timeline(events: Sequence[Event], width: int = 100) -> str:
     return "\n".join([*lines, f"{legend}  . idle  (numbers are micro-batches; {length:g} in all)"])
 
 
-def svg_timeline(events: Sequence[Event], width: int = 1000, title: str = "") -> str:
-    """A standalone SVG drawing: one row per rank, one labelled box per compute action."""
+def svg_timeline(
+    events: Sequence[Event], width: int = 1000, title: str = "", unit: str = ""
+) -> str:
+    """A standalone SVG drawing: one row per rank, one labelled box per compute action, a legend,
+    and an axis in ``unit`` (of the events' times: "s", "FLOP", or unknown)."""
     rows = _compute_by_rank(events)
     begin = min((e.start for row in rows.values() for e in row), default=0.0)
     length = max((e.end for row in rows.values() for e in row), default=0.0) - begin
     scale = (width - 70) / length if length > 0 else 0.0
-    height = 30 * len(rows) + 60
+    height = 30 * len(rows) + 92
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
@@ -77,12 +94,40 @@ def svg_timeline(events: Sequence[Event], width: int = 1000, title: str = "") ->
     for line, (rank, row) in enumerate(rows.items()):
         y = 30 + 30 * line
         parts.append(f'<text x="8" y="{y + 17}">rank {rank}</text>')
-        parts.append(f'<rect x="60" y="{y}" width="{width - 70}" height="26" fill="#eeeeee"/>')
+        parts.append(f'<rect x="60" y="{y}" width="{width - 70}" height="26" fill="{IDLE}"/>')
         parts += [_svg_box(event, 60 + (event.start - begin) * scale, y, scale) for event in row]
-    y = 30 * len(rows) + 46
-    parts.append(f'<text x="60" y="{y}">0</text>')
-    parts.append(f'<text x="{width - 10}" y="{y}" text-anchor="end">{length:g}</text>')
+    parts += _svg_axis(30 * len(rows) + 34, width, length, scale, unit)
+    kinds = {event.action.kind.value for row in rows.values() for event in row}
+    parts += _svg_legend(height - 14, [kind for kind in COLOUR if kind in kinds])
     return "\n".join([*parts, "</svg>"])
+
+
+def _svg_axis(y: int, width: int, length: float, scale: float, unit: str) -> Iterator[str]:
+    """Ticks at round times, with a metric prefix where the unit is known."""
+    if not length > 0:
+        return
+    power = min(max(3 * math.floor(math.log10(length) / 3), -9), 15) if unit else 0
+    rough = length / 8
+    magnitude = 10.0 ** math.floor(math.log10(rough))
+    step = next(magnitude * size for size in (1, 2, 5, 10) if magnitude * size >= rough)
+    yield f'<path d="M60 {y}H{width - 10}" stroke="#777777"/>'
+    for number in range(math.floor(length / step) + 1):
+        x = 60 + number * step * scale
+        text = f"{number * step / 10.0**power:.6g}"
+        yield f'<path d="M{x:.2f} {y}v4" stroke="#777777"/>'
+        yield f'<text x="{x:.2f}" y="{y + 16}" text-anchor="middle">{text}</text>'
+    name = f"time, {PREFIX[power]}{unit}" if unit else "time"
+    name += f" ({length / 10.0**power:.4g} in all)"
+    yield f'<text x="{width - 10}" y="{y + 32}" text-anchor="end">{escape(name)}</text>'
+
+
+def _svg_legend(y: int, kinds: Sequence[str]) -> Iterator[str]:
+    x = 60
+    entries = [(COLOUR[kind], MEANING[kind]) for kind in kinds]
+    for colour, text in [*entries, (IDLE, "idle"), ("none", "numbers: micro-batches")]:
+        yield f'<rect x="{x}" y="{y - 10}" width="12" height="12" fill="{colour}"/>'
+        yield f'<text x="{x + 17}" y="{y}">{text}</text>'
+        x += 36 + 6 * len(text)
 
 
 def _svg_box(event: Event, x: float, y: int, scale: float) -> str:

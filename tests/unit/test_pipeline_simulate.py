@@ -1,6 +1,7 @@
 """The simulator against closed forms, and the drawings of its timelines."""
 
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -223,6 +224,23 @@ def test_svg_timeline_is_well_formed_and_complete() -> None:
             if r.get("stroke")]  # fmt: skip
     assert max(ends) == pytest.approx(990, abs=0.01)
     assert any(text.text == "a < b" for text in root.iter(f"{space}text"))
+
+
+@pytest.mark.parametrize(
+    "seconds, unit, ticks, caption",
+    [
+        (0.1, "s", ["0", "200", "400", "600", "800"], "time, ms (900 in all)"),
+        (2e9, "FLOP", ["0", "5", "10", "15"], "time, GFLOP (18 in all)"),
+        (1.0, "", ["0", "2", "4", "6", "8"], "time (9 in all)"),
+    ],
+)
+def test_svg_timeline_has_an_axis_and_a_legend(seconds, unit, ticks, caption) -> None:
+    events = run("zb_h1", 1, 1, 3, 1, 2).events
+    drawn = [replace(e, start=e.start * seconds, end=e.end * seconds) for e in events]
+    root = ElementTree.fromstring(svg_timeline(drawn, unit=unit))
+    words = [text.text for text in root.findall("{http://www.w3.org/2000/svg}text")]
+    legend = ["forward", "backward, inputs only", "weight gradients", "idle"]
+    assert words[2:] == [*ticks, caption, *legend, "numbers: micro-batches"]
 
 
 def test_chrome_trace() -> None:
