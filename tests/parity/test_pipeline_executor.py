@@ -85,7 +85,7 @@ def test_every_schedule_matches_the_single_process_run(ranks: int, virtual: int)
         make_schedule(name, placement, count)
         for name in SCHEDULES
         for count in counts
-        if name != "1f1b" or virtual == 1
+        if name not in ("1f1b", "zb_h1") or virtual == 1
     ]
     results = run_ranks(ranks, train, schedules)
     for i, schedule in enumerate(schedules):
