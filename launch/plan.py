@@ -19,6 +19,8 @@ examples:
   python launch/plan.py recipes/austen-3m.yaml
   python launch/plan.py recipes/austen-3m.yaml parallel.pp=4 --world-size 8 --svg timeline.svg
   python launch/plan.py recipes/austen-3m.yaml --flops-per-second 5e10
+  python launch/plan.py recipes/austen-3m.yaml model.size=7b model.mtp.depth=2 parallel.pp=8 \
+      training.micro_batch=1 --micro-batches 64 --planners
 
 exit code: 0, or 2 when the config or the layout is wrong
 """
@@ -39,6 +41,29 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--json", action="store_true", help="print one JSON object instead")
     add("--svg", metavar="FILE", help="also draw the pipeline timeline of one step")
+    add("--png", metavar="FILE", help="the same as a picture")
+    add(
+        "--planners",
+        action="store_true",
+        help="also compare all pipeline planners (needs parallel.pp > 1)",
+    )
+    add(
+        "--half-blocks",
+        action="store_true",
+        help="with --planners: also what blocks cut in the middle would give",
+    )
+    add(
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help="of a step and data rank; sets training.batch_tokens",
+    )
+    add(
+        "--costs",
+        metavar="FILE",
+        help="YAML or JSON file with seconds per unit, such as {units: {t: 1, m: 1.1, h: 2}};"
+        " sets parallel.pipeline.costs",
+    )
     add(
         "--flops-per-second", type=float, metavar="X",
         help="FLOP/s that one rank achieves; default: 40 %% of metrics.peak_tflops",
@@ -56,31 +81,45 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def answer(options: argparse.Namespace) -> str:
-    """What is printed; the drawing is written once everything else has succeeded."""
+    """What is printed; the drawings are written once everything else has succeeded."""
     files, overrides = recipes_and_overrides(options.settings)
-    if options.world_size is not None and options.world_size < 1:
-        raise ValueError(f"--world-size must be positive, got {options.world_size}")
+    for name in ("world_size", "micro_batches"):
+        value, flag = getattr(options, name), f"--{name.replace('_', '-')}"
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} must be positive, got {value}")
     speed = options.flops_per_second
     if speed is not None and not 0 < speed < float("inf"):
         raise ValueError(f"--flops-per-second must be positive, got {speed:g}")
-    if options.svg and not Path(options.svg).parent.is_dir():
-        raise ValueError(f"--svg {options.svg}: there is no folder {Path(options.svg).parent}")
+    for flag, file in (("--svg", options.svg), ("--png", options.png)):
+        if file and not Path(file).parent.is_dir():
+            raise ValueError(f"{flag} {file}: there is no folder {Path(file).parent}")
+    if options.half_blocks and not options.planners:
+        raise ValueError("--half-blocks only goes with --planners")
 
     from pretrain.config import load_run_config
-    from pretrain.plan import make_plan, plan_json, plan_svg, plan_text
+    from pretrain.plan import make_plan, plan_json, plan_png, plan_svg, plan_text
     from pretrain.run_folder import write_atomic
 
+    if options.costs:
+        overrides.append(f"parallel.pipeline.costs={options.costs}")
     config = load_run_config(files, overrides, None)
-    parallel = config.parallel
+    parallel, training = config.parallel, config.training
     world_size = options.world_size or (parallel.dp or 1) * parallel.model_parallel
+    if options.planners and parallel.pp == 1:
+        raise ValueError("--planners: there is one pipeline rank; set parallel.pp")
+    if options.micro_batches:
+        data_ranks = parallel.replicas(world_size) * parallel.fsdp
+        sequences = options.micro_batches * training.micro_batch * data_ranks
+        overrides.append(f"training.batch_tokens={sequences * training.sequence_length}")
     config = load_run_config(files, overrides, world_size)
-    plan = make_plan(config, world_size, speed)
+    plan = make_plan(config, world_size, speed, options.planners, options.half_blocks)
     text = json.dumps(plan_json(plan), indent=2) + "\n" if options.json else plan_text(plan)
-    if options.svg:
-        try:
-            write_atomic(Path(options.svg), plan_svg(plan))
-        except OSError as error:
-            raise ValueError(f"--svg {options.svg}: {error.strerror}") from None
+    for flag, file, draw in (("--svg", options.svg, plan_svg), ("--png", options.png, plan_png)):
+        if file:
+            try:
+                write_atomic(Path(file), draw(plan))
+            except OSError as error:
+                raise ValueError(f"{flag} {file}: {error.strerror}") from None
     return text
 
 

@@ -10,18 +10,21 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from models.flops import UnitSize, unit_sizes
+from models.flops import UnitSize, forward_flops, unit_sizes
+from models.transformer import module_name
 from parallel.pipeline.actions import Schedule
-from parallel.pipeline.cost import CostTable
-from parallel.pipeline.schedules import make_schedule
+from parallel.pipeline.cost import CostTable, Network
+from parallel.pipeline.drawing import png_timeline
+from parallel.pipeline.schedules import Conditions, make_schedule
 from parallel.pipeline.simulate import Simulation, simulate
 from parallel.pipeline.timeline import ascii_timeline, svg_timeline
-from parallel.pipeline.units import Placement
+from parallel.pipeline.units import HEAD, Placement, Unit
 from parallel.stage import unit_name
 
 from .config import RunConfig, check_run
 from .memory import RankMemory, memory_per_rank
-from .placement import cost_table, plan_placement, shared_hosts
+from .placement import plan_placement, plan_request, rank_units
+from .planner_table import PlannerTable, planner_json, planner_lines, planner_table
 from .throughput import CHINCHILLA_TOKENS_PER_PARAMETER
 
 ASSUMED_UTILISATION = 0.4
@@ -33,7 +36,8 @@ not included: scratch memory inside kernels, communication libraries, the alloca
   the framework's own memory (about 1 GiB on a GPU)
 FLOPs count matrix products, 2 per multiply-add, backward as twice forward, whole attention scores;
   recomputation and padding are left out
-the timeline takes time proportional to FLOPs and transfers as free"""
+the timeline takes time proportional to FLOPs and transfers as free, unless pipeline.costs names a
+  file with times"""
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,19 @@ class Plan:
     rank_parameters: tuple[int, ...]
     work: Work
     costs: CostTable
+    network: Network
     simulation: Simulation
+    planners: PlannerTable | None = None
 
     @property
     def parameters(self) -> int:
         return sum(size.parameters for size in self.sizes.values())
+
+    @property
+    def unit(self) -> str:
+        """Of the simulation's times."""
+        known = self.config.parallel.pipeline.costs is not None
+        return "s" if known or self.work.flops_per_second is not None else "FLOP"
 
     @property
     def largest(self) -> RankMemory:
@@ -85,20 +97,37 @@ class Plan:
         return pp_rank * (self.world_size // self.config.parallel.pp)
 
 
-def make_plan(config: RunConfig, world_size: int, flops_per_second: float | None = None) -> Plan:
+def make_plan(
+    config: RunConfig, world_size: int, flops_per_second: float | None = None,
+    compare: bool = False, half_blocks: bool = False,
+) -> Plan:  # fmt: skip
     """Plan a run.  ``flops_per_second``: achieved by one rank; None for 40 % of
-    ``metrics.peak_tflops``.  ``ConfigError`` or ``ValueError`` when the layout is illegal."""
+    ``metrics.peak_tflops``.  ``compare``: also what every pipeline planner makes of it, on demand
+    with ``half_blocks``.  ``ConfigError`` or ``ValueError`` when the layout is illegal."""
     check_run(config, world_size, {})
-    parallel, training = config.parallel, config.training
-    placement = plan_placement(config.model, parallel, training.sequence_length)
+    model, parallel, training = config.model, config.parallel, config.training
+    pipeline, length = parallel.pipeline, training.sequence_length
     data_ranks = parallel.replicas(world_size) * parallel.fsdp
     micro_batches = training.batch // (data_ranks * training.micro_batch)
-    schedule = make_schedule(parallel.pipeline.schedule, placement, micro_batches)
+    placement = plan_placement(model, parallel, length, micro_batches)
+    request = plan_request(model, parallel, length, micro_batches)
+    assert request.costs is not None
+    conditions = Conditions(request.costs, request.network, pipeline.max_in_flight)
+    schedule = make_schedule(pipeline.schedule, placement, micro_batches, conditions)
     if flops_per_second is None and config.metrics.peak_tflops is not None:
         flops_per_second = ASSUMED_UTILISATION * config.metrics.peak_tflops * 1e12
-    sizes = unit_sizes(config.model, training.sequence_length)
+    sizes = unit_sizes(model, length)
+    # Times from a file are in seconds; FLOPs are those of one sequence on all tensor ranks.
     scale = training.micro_batch / parallel.tp / (flops_per_second or 1.0)
-    costs = cost_table(config.model, training.sequence_length).scaled(scale)
+    seconds = pipeline.costs is not None or flops_per_second is not None
+    scale = 1.0 if pipeline.costs is not None else scale
+    costs, network = request.costs.scaled(scale), request.network
+    table = None
+    if compare:
+        unit = "s" if seconds else "FLOP"
+        table = planner_table(
+            model, parallel, training, micro_batches, scale, unit, half_blocks
+        )  # fmt: skip
     return Plan(
         config=config,
         world_size=world_size,
@@ -109,18 +138,24 @@ def make_plan(config: RunConfig, world_size: int, flops_per_second: float | None
         rank_parameters=_rank_parameters(config, placement, sizes),
         work=_work(config, world_size, sizes, micro_batches, flops_per_second),
         costs=costs,
-        simulation=simulate(schedule, costs),
+        network=network,
+        simulation=simulate(schedule, costs, network.latency, network.bandwidth),
+        planners=table,
     )
 
 
 def _rank_parameters(
     config: RunConfig, placement: Placement, sizes: dict[str, UnitSize]
 ) -> tuple[int, ...]:
-    found = [0] * placement.num_ranks
-    for stage, units in enumerate(placement.stages):
-        found[placement.ranks[stage]] += sum(sizes[unit_name(unit)].parameters for unit in units)
-    for hosts in shared_hosts(config.model, placement).values():
-        found[hosts[-1]] += sizes["embedding"].parameters
+    model, found = config.model, []
+    embeds = model.mtp.kind != "parallel" and model.mtp.embedding == "shared"
+    for rank in range(placement.num_ranks):
+        names = {module_name(model, unit) for unit in rank_units(placement, rank)}
+        if (model.tie_embeddings and "head" in names) or (
+            embeds and any(name.startswith("mtp.") for name in names)
+        ):
+            names.add("embedding")
+        found.append(sum(sizes[name].parameters for name in names))
     return tuple(found)
 
 
@@ -130,7 +165,7 @@ def _work(
 ) -> Work:  # fmt: skip
     training = config.training
     tokens = training.total_steps * training.batch_tokens
-    forward = sum(size.flops for size in sizes.values()) / training.sequence_length
+    forward = forward_flops(config.model, training.sequence_length) / training.sequence_length
     inner = sum(s.parameters for name, s in sizes.items() if name not in ("embedding", "head"))
     flops = 3 * forward * tokens
     speed = flops_per_second
@@ -161,6 +196,7 @@ def plan_text(plan: Plan) -> str:
         ("memory per rank", _memory_lines(plan)),
         ("work", _work_lines(plan)),
         ("pipeline", _pipeline_lines(plan)),
+        *([("planners", planner_lines(plan.planners))] if plan.planners else []),
         ("assumptions", ASSUMPTIONS.splitlines()),
     ]
     return "\n".join(
@@ -285,27 +321,28 @@ def _duration(seconds: float) -> str:
 
 
 def _pipeline_lines(plan: Plan) -> list[str]:
-    parallel, simulation = plan.config.parallel, plan.simulation
+    parallel, simulation, placed = plan.config.parallel, plan.simulation, plan.placement.stages
     if parallel.pp == 1:
         return ["none (pp=1): forward and backward of one micro-batch after another"]
-    rows = [("stage", "pp rank", "parameters", "share of FLOPs", "  units")]
-    everything = sum(size.flops for size in plan.sizes.values())
-    for stage, units in enumerate(plan.placement.stages):
-        names = [unit_name(unit) for unit in units]
-        parameters = sum(plan.sizes[name].parameters for name in names)
-        share = sum(plan.sizes[name].flops for name in names) / everything
-        labels = " ".join(label for label, _ in _grouped(names, plan.sizes))
+    rows = [("stage", "pp rank", "parameters", "share of time", "  units")]
+    loads = [plan.costs.stage(plan.placement, stage).load for stage in range(len(placed))]
+    for stage, units in enumerate(placed):
+        parameters = sum(plan.sizes[name].parameters for name in {unit_name(u) for u in units})
+        share = loads[stage] / sum(loads)
         rank = plan.placement.ranks[stage]
-        rows.append((str(stage), str(rank), f"{parameters:,}", f"{share:.1%}", labels))
+        rows.append(
+            (str(stage), str(rank), f"{parameters:,}", f"{share:.1%}", _labels(plan, units))
+        )
     width = max(len(row[-1]) for row in rows)
     rows = [(*row[:-1], row[-1].ljust(width)) for row in rows]
     shown = min(plan.work.micro_batches, max(8, 2 * parallel.pp))
     drawn = simulation
     lines = [*_table(rows), ""]
     if shown < plan.work.micro_batches:
-        name = parallel.pipeline.schedule
-        drawn = simulate(make_schedule(name, plan.placement, shown), plan.costs)
-    unit = "FLOPs" if plan.work.flops_per_second is None else "seconds"
+        conditions = Conditions(plan.costs, plan.network, parallel.pipeline.max_in_flight)
+        fewer = make_schedule(parallel.pipeline.schedule, plan.placement, shown, conditions)
+        drawn = simulate(fewer, plan.costs, plan.network.latency, plan.network.bandwidth)
+    unit = "seconds" if plan.unit == "s" else "FLOPs"
     lines += ascii_timeline(drawn.events, 90).splitlines()
     bubbles = [f"{share:.1%}" for share in simulation.bubble]
     note = f" (the timeline shows a step of {shown})" if shown < plan.work.micro_batches else ""
@@ -315,6 +352,27 @@ def _pipeline_lines(plan: Plan) -> list[str]:
         f"bubble {simulation.bubble_fraction:.1%} of all rank time; by rank: {' '.join(bubbles)}",
     ]
     return lines
+
+
+def _labels(plan: Plan, units: Sequence[Unit]) -> str:
+    """The units of a stage; heads by depth where there are several, with their share of chunks."""
+    names = [unit_name(unit) for unit in units if unit.kind != HEAD]
+    labels = [label for label, _ in _grouped(names, plan.sizes)]
+    heads = [unit for unit in plan.placement.units if unit.kind == HEAD]
+    for depth in sorted({unit.index for unit in units if unit.kind == HEAD}):
+        mine, every = (
+            sum(u.kind == HEAD and u.index == depth for u in some) for some in (units, heads)
+        )
+        label = f"head {depth}" if any(unit.index for unit in heads) else "head"
+        labels.append(label + (f" ({mine}/{every})" if mine < every else ""))
+    return " ".join(labels)
+
+
+def _json_name(unit: Unit, placement: Placement) -> str:
+    heads = sum(other.kind == HEAD for other in placement.units)
+    if unit.kind != HEAD or heads == 1:
+        return unit_name(unit)
+    return f"head.{unit.index}.{unit.chunk}"
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -341,20 +399,29 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "pipeline": {
             "schedule": parallel.pipeline.schedule,
             "stages": [
-                {"pp_rank": rank, "units": [unit_name(unit) for unit in units]}
+                {"pp_rank": rank, "units": [_json_name(unit, plan.placement) for unit in units]}
                 for rank, units in zip(plan.placement.ranks, plan.placement.stages, strict=True)
             ],
             "bubble_fraction": plan.simulation.bubble_fraction,
             "bubble_by_rank": list(plan.simulation.bubble),
         },
+        "planners": None if plan.planners is None else planner_json(plan.planners),
     }
+
+
+def _title(plan: Plan) -> str:
+    parallel = plan.config.parallel
+    return (
+        f"{plan.config.name}: {parallel.pipeline.schedule}, pp={parallel.pp}, "
+        f"{plan.work.micro_batches} micro-batches, bubble {plan.simulation.bubble_fraction:.1%}"
+    )
 
 
 def plan_svg(plan: Plan) -> str:
     """The pipeline timeline of a whole step as an SVG document."""
-    parallel = plan.config.parallel
-    title = (
-        f"{plan.config.name}: {parallel.pipeline.schedule}, pp={parallel.pp}, "
-        f"{plan.work.micro_batches} micro-batches, bubble {plan.simulation.bubble_fraction:.1%}"
-    )
-    return svg_timeline(plan.simulation.events, title=title)
+    return svg_timeline(plan.simulation.events, title=_title(plan), unit=plan.unit)
+
+
+def plan_png(plan: Plan) -> bytes:
+    """The same as a PNG picture."""
+    return png_timeline(plan.simulation.events, title=_title(plan), unit=plan.unit)

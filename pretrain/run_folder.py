@@ -180,12 +180,12 @@ def _start_time(pid: int) -> str | None:
         return None
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a whole file; a reader, or a kill at any instant, finds the old or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with naming(path), temporary.open("w") as file:
-            file.write(text)
+        with naming(path), temporary.open("wb") as file:
+            file.write(content if isinstance(content, bytes) else content.encode())
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
