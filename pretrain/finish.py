@@ -106,7 +106,7 @@ def _learned(last: dict[str, Any], coverage: str, references: dict[str, float]) 
     where = f", on {coverage}" if coverage else ""
     lines = {"validation": f"{most}{last['eval/bits_per_byte']:.3f} bits per byte{where}"}
     if references:
-        others = ", ".join(f"{name} {value:.3f}" for name, value in references.items())
+        others = ", ".join(f"{name}: {value:.3f}" for name, value in references.items())
         lines["to compare"] = f"{others}, on the whole validation text"
     return lines
 

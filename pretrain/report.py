@@ -165,7 +165,7 @@ def _draw_losses(
         name = f"validation ({coverage})" if coverage else "validation"
         (line,) = axes.plot(steps, checks, "o-", color=_EVAL, linewidth=1, label=name)
         line.set(markersize=5.5, markeredgecolor="white", zorder=4, clip_on=False)
-        labels.append((checks[-1], f"validation {checks[-1]:.3f}", _EVAL))
+        labels.append((checks[-1], f"validation: {checks[-1]:.3f}", _EVAL))
     findings = [row for row in rows if "health/first_sample" in row]
     steps, losses = _series(findings, "loss/train", scale)
     if steps:
@@ -182,7 +182,7 @@ def _draw_references(
         low, high = min(low, value), max(high, value)
     margin = 0.04 * (high - low)
     axes.set_ylim(max(low - margin, 0), high + margin)
-    return [(value, f"{name} {value:.2f}", _REFERENCE) for name, value in references.items()]
+    return [(value, f"{name}: {value:.2f}", _REFERENCE) for name, value in references.items()]
 
 
 def _draw_labels(axes: "Axes", labels: Sequence[_Label], first: int, end: int) -> float:

@@ -60,7 +60,7 @@ def test_a_run_leaves_its_artefacts_and_is_evaluated(workspace: Workspace, capsy
     ]  # fmt: skip
     bits = rows[-1]["eval/bits_per_byte"]
     assert re.search(rf" {bits:.3f} bits per byte, on 8 of 1,\d+ sequences$", ending[1])
-    assert re.search(r" order-2 byte model \d\.\d+, gzip -9 .*, xz -9e .* whole", ending[2])
+    assert re.search(r" order-2 byte model: \d\.\d+, gzip -9: .*, xz -9e: .* whole", ending[2])
     assert ending[3].endswith(f" {run.checkpoints / 'step_00000004'}")
 
     logged = rows[-1]["eval/loss"]

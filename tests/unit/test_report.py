@@ -154,7 +154,7 @@ def test_page_stands_alone_and_escapes(folder) -> None:
     assert "hf" in outside and "metrics.jsonl" in outside
     drawing = text[text.index("<svg") : text.index("</svg>") + len("</svg>")]
     ET.fromstring(drawing)
-    assert "order-2 byte model 2.50" in drawing
+    assert "order-2 byte model: 2.50" in drawing
     assert "validation (8 of 9 sequences)" in drawing
     for expected in ("eval/bits_per_byte", "0.925", "step 40", "20,480 tokens", "finished"):
         assert expected in text, expected
