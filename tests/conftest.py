@@ -34,6 +34,7 @@ LONG = (
     "cli/test_doctor.py::test_this_machine_is_usable",
     "cli/test_generate.py::test_a_real_process",
     "cli/test_plan.py::test_seventy_billion_on_512_ranks_is_planned_in_seconds",
+    "cli/test_plan.py::test_sixty_four_ranks_are_compared_in_seconds",
     "cli/test_plan.py::test_the_script_by_path",
     "cli/test_prepare.py::test_bundled_corpus_is_prepared_and_then_up_to_date",
     "cli/test_prepare.py::test_killed_runs_leave_no_process_and_continue_to_the_same_bytes",

@@ -12,7 +12,7 @@ import pytest
 
 from launch.plan import main
 from pretrain.config import load_run_config
-from pretrain.plan import describe_plan
+from pretrain.plan import describe_plan, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """\
@@ -156,6 +156,80 @@ def test_svg(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert {path.name for path in tmp_path.iterdir()} == {"recipe.yaml", "timeline.svg"}
 
 
+MTP = ["parallel.pp=2", "model.layers=6", "model.mtp.depth=2", "--micro-batches", "6"]
+
+
+def test_all_planners(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, recipe, *MTP, "--planners", "--half-blocks")
+    assert found["work"]["micro_batches"] == 6
+    table = found["planners"]
+    entries = table["entries"]
+    names = ["uniform", "balanced", "standalone", "split", "vocab", "adahc", "adahc half"]
+    assert list(entries) == names and table["refused"] == {}
+    assert [name for name in names if not entries[name]["runs"]] == ["vocab", "adahc half"]
+    best = entries["adahc"]
+    assert best["times_adahc"] == 1
+    for name in names[:5]:
+        entry = entries[name]
+        assert entry["times_adahc"] == pytest.approx(entry["step"] / best["step"])
+        assert entry["times_adahc"] > 0.995
+        assert entry["load"] == max(entry["loads"]) >= table["bound"] - 1e-6
+        assert len(entry["peak_bytes"]) == len(entry["in_flight"]) == 2
+    assert sum(best["loads"]) == pytest.approx(2 * table["bound"])
+    assert entries["uniform"]["layout"] == "Et*3|t*3m*2L"
+    assert entries["uniform"]["hosts"] == 1 and entries["vocab"]["hosts"] == 2
+    assert best["tokens_per_second"] is None  # no speed is known
+
+    _, out, _ = run(capsys, recipe, *MTP, "--planners", "metrics.peak_tflops=2")
+    section = out[out.index("\nplanners\n") :]
+    rows = {line.split()[0]: line.split() for line in section.splitlines()[3:9]}
+    assert list(rows) == names[:-1]
+    assert rows["adahc"][-1] == "×1.000"
+    tokens = float(rows["adahc"][-2].replace(",", ""))
+    assert tokens == pytest.approx(6 * 2 * 64 / float(rows["adahc"][-3]), rel=1e-3)
+    assert "planners" not in run(capsys, recipe, *MTP)[1]
+
+
+def test_the_plan_of_divided_heads(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline = "parallel.pipeline={planner: adahc, schedule: adahc, head_chunks: 8}"
+    large = ["model.vocab_size=2000", "parallel.pp=3", "model.layers=5"]
+    found = plan(capsys, recipe, *MTP, *large, pipeline)
+    units = [unit for stage in found["pipeline"]["stages"] for unit in stage["units"]]
+    heads = [unit for unit in units if unit.startswith("head")]
+    assert sorted(heads) == sorted(f"head.{k}.{c}" for k in range(3) for c in range(8))
+    hosts = {
+        stage["pp_rank"] for stage in found["pipeline"]["stages"] if stage["units"][0] in heads
+    }
+    assert len(hosts) > 1
+    _, out, _ = run(capsys, recipe, *MTP, *large, pipeline)
+    assert "head 2 (" in out and "/8)" in out and "# H" in out
+
+
+def test_costs_from_a_file(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    costs = tmp_path / "costs.yaml"
+    costs.write_text("units: {t: 0.1, m: 0.2, h: 0.3, n: 0.0}\nlatency: 0.001\n")
+    found = plan(capsys, recipe, *MTP, "--planners", "--costs", str(costs))
+    table = found["planners"]
+    assert table["unit"] == "s"
+    assert table["bound"] == pytest.approx(3 * (6 * 0.1 + 2 * 0.2 + 3 * 0.3) / 2)
+    uniform = table["entries"]["uniform"]
+    assert uniform["loads"] == pytest.approx([0.9, 0.9 + 1.2 + 2.7])
+    assert uniform["tokens_per_second"] == pytest.approx(6 * 2 * 64 / uniform["step"])
+    # The last rank is busy from the first forward pass to the last, twice a transfer beside it.
+    assert uniform["step"] == pytest.approx(0.9 + 6 * 4.8 + 2 * 0.001)
+
+    costs.write_text("units: {t: 0.1, m: 0.2}\n")
+    code, out, err = run(capsys, recipe, *MTP, "--costs", str(costs))
+    assert (code, out) == (2, "")
+    assert "costs.yaml: the cost table has no entry for unit h0,0: give 'h'" in err
+
+
+def test_png(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "timeline.png"
+    assert run(capsys, recipe, *MTP, "--png", str(target))[0] == 0
+    assert target.read_bytes().startswith(b"\x89PNG")
+
+
 WRONG: dict[str, tuple[list[str], list[str]]] = {
     "no recipe": ([], ["give at least one recipe file"]),
     "tp and pp": (
@@ -171,6 +245,30 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ["layout 'Et|tL' has 2 t"],
     ),
     "speed": (["--flops-per-second", "-1"], ["--flops-per-second must be positive, got -1"]),
+    "a block twice": (
+        [*MTP, "parallel.pipeline={planner: explicit, layout: 'Etttt|ttttmmL'}"],
+        ["has 8 t and 2 m; the model has 6 and 2"],
+    ),
+    "a prediction block missing": (
+        [*MTP, "parallel.pipeline={planner: explicit, layout: 'Ettt|tttmL'}"],
+        ["has 6 t and 1 m; the model has 6 and 2"],
+    ),
+    "chunks": (
+        [*MTP, "parallel.pipeline={planner: adahc, schedule: adahc, head_chunks: 7}"],
+        ["parallel.pipeline.head_chunks", "7 does not divide the 64 positions"],
+    ),
+    "hosts": (
+        [*MTP, "parallel.pipeline={planner: adahc, schedule: adahc, max_hosts: 0}"],
+        ["max_hosts", "must be positive, got 0"],
+    ),
+    "more stages than layers": (
+        ["parallel.pp=7", "parallel.pipeline.planner=uniform"],
+        ["a block for each of 7 stages, the model has 4"],
+    ),
+    "planners of one rank": (["--planners"], ["there is one pipeline rank"]),
+    "half blocks alone": (["--half-blocks"], ["only goes with --planners"]),
+    "no micro-batch": (["--micro-batches", "0"], ["--micro-batches must be positive, got 0"]),
+    "no cost file": (["parallel.pp=2", "--costs", "none.yaml"], ["none.yaml"]),
     "svg folder": (["--svg", "no/such/folder/x.svg"], ["there is no folder no/such/folder"]),
 }
 
@@ -202,6 +300,21 @@ def test_seventy_billion_on_512_ranks_is_planned_in_seconds(tmp_path: Path) -> N
     assert value(out, "total") == "70,553,706,496"
     assert value(out, "ranks") == "512"
     assert "time in seconds of one rank; interleaved" in out
+
+
+def test_sixty_four_ranks_are_compared_in_seconds(tmp_path: Path) -> None:
+    (tmp_path / "large.yaml").write_text(LARGE)
+    overrides = ["parallel.pp=64", "model.mtp.depth=1", "training.batch_tokens=4194304"]
+    overrides += ["parallel.pipeline={schedule: 1f1b, virtual_stages: 1}"]
+    config = load_run_config([tmp_path / "large.yaml"], overrides, 512)
+    start = time.process_time()
+    table = make_plan(config, 512, compare=True).planners
+    assert time.process_time() - start < 60  # about fifteen seconds if the machine is not busy
+    assert table is not None and table.comparison.request.microbatches == 512
+    best = table.comparison.entry("adahc")
+    assert best is not None
+    for entry in table.comparison.entries:
+        assert entry.makespan >= best.makespan * 0.99
 
 
 def test_the_script_by_path(recipe: str, tmp_path: Path) -> None:
