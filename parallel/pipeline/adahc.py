@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from parallel.pipeline.actions import Orders
-from parallel.pipeline.fitted import Conditions, program_of, quick_time
+from parallel.pipeline.fitted import MANY_STEPS, Conditions, program_of, quick_time
 from parallel.pipeline.head_layouts import divided_heads
 from parallel.pipeline.program import Execution, Program, stages_with_split_heads
 from parallel.pipeline.request import PLANNERS, PlanRequest, hosts, register
@@ -23,7 +23,6 @@ from parallel.pipeline.units import Placement, Unit, lookup
 HAND_MADE = ("uniform", "balanced", "standalone", "split")
 MOST_RUNS = 4  # placements with divided heads that are scheduled in full
 ROUNDS_COST = 1.01  # what a second round must gain: it sends twice as much
-MANY_STEPS = 10_000  # ranks times micro-batches from which half as many are
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from parallel.pipeline.units import HEAD, Placement
 MOST_BLOCKS = 2  # periods that are tried in full
 ENOUGH_STEPS = 4000  # micro-batches times ranks that tell one order from another
 EXTRA = (0, 1, 2)  # forward actions more than interleaved 1F1B needs, to cover the heads' way
+MANY_STEPS = 10_000  # micro-batches times ranks from which less is tried
 WORTH = 1.004  # gain below which fewer micro-batches in flight are preferred
 
 
@@ -68,7 +69,8 @@ def fitted_orders(
     candidates = list(_given(program, [program.steps(orders) for orders in plain], limits))
     if not split:
         candidates += _inserted(program, num_microbatches, limits)
-    if not candidates or not _is_interleaved(placement):
+    large = num_microbatches * placement.num_ranks >= MANY_STEPS
+    if not candidates or not (large or _is_interleaved(placement)):
         candidates += _periodic(program, num_microbatches, limits, split)
     if not candidates:
         raise ValueError(
@@ -153,10 +155,11 @@ def _periodic(
     """
     ranks = program.placement.num_ranks
     few = min(count, max(2 * ranks + 8, ENOUGH_STEPS // ranks))
+    aheads = {0, ranks // 4} | ({1, ranks // 2} if ranks * count < MANY_STEPS else set())
     tried: list[tuple[float, int, Block, int]] = []
     blocks = building_blocks(program, count, split=split, max_in_flight=limits)
     for block in blocks[:MOST_BLOCKS]:
-        for ahead in sorted({0, 1, ranks // 4, ranks // 2, min(ranks, 16)}):
+        for ahead in sorted(aheads):
             peak = _peak(block.orders(ranks, min(count, 4 * ranks), ahead), limits)
             if peak is not None:
                 rest = (count - few) * block.period * block.tick
