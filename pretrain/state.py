@@ -93,8 +93,8 @@ class RunState:
             f"\n  not used, because nothing is trained: {change}" for change in self.changed
         )
         return (
-            f"all {self.step} steps are done; what finish.* asks for is made again. To train longer, "
-            f"give training.{length}=...; to train anew, another name=...{ignored}"
+            f"all {self.step} steps are done; what finish.* asks for is made again. To train "
+            f"longer, give training.{length}=...; to train anew, another name=...{ignored}"
         )
 
 
