@@ -135,6 +135,16 @@ def test_a_killed_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
     found = finish({**tree, "name": "killed"})
     for name, value in wanted.items():
         assert torch.equal(found[name], value), name
+    averages = {
+        name: {
+            row["step"]: row["loss/ema"]
+            for row in read_metrics(tmp_path / "runs" / name / "metrics.jsonl")
+            if "loss/ema" in row
+        }
+        for name in ("undisturbed", "killed")
+    }
+    assert list(averages["killed"]) == [1, 10, 20, 30]
+    assert averages["killed"] == averages["undisturbed"]
 
 
 def kill_after_a_checkpoint(tree: dict[str, Any]) -> None:
