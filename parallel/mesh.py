@@ -179,9 +179,10 @@ def layout_problems(
     found = []
     ranks = parallel.replicas(world_size) * parallel.model_parallel
     if ranks != world_size:
+        started = "1 process was" if world_size == 1 else f"{world_size} processes were"
         found.append(
             ("parallel", f"dp·fsdp·tp·pp = {parallel.replicas(world_size)}·{parallel.fsdp}·"
-             f"{parallel.tp}·{parallel.pp} = {ranks}, but {world_size} processes were started")
+             f"{parallel.tp}·{parallel.pp} = {ranks}, but {started} started")
         )  # fmt: skip
     divisible = {
         "model.attention.heads": model.attention.heads,

@@ -105,7 +105,8 @@ def require_compatible(
     if refused:
         both = ",".join(sorted({*refused, *allow}))
         raise CheckpointError(
-            f"this run's {', '.join(refused)} differ from the checkpoint's (saved -> current):\n"
+            f"this run's {', '.join(refused)} differ{'s' * (len(refused) == 1)} from the "
+            f"checkpoint's (saved -> current):\n"
             f"{text}\nGo back to the saved settings, give a new experiment another name, or go on "
             f"regardless with checkpoint.allow=[{both}]"
         )

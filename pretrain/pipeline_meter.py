@@ -61,8 +61,9 @@ class PipelineMeter:
             "pipeline/bubble_predicted": predicted.bubble_fraction,
         }
         if self.is_first_rank:
-            title = f"step {step}: bubble {figures['pipeline/bubble']:.1%}, in seconds"
-            write_atomic(self.folder.path / "timeline.svg", svg_timeline(events, title=title))
+            title = f"step {step}: bubble {figures['pipeline/bubble']:.1%}"
+            drawing = svg_timeline(events, title=title, unit="s")
+            write_atomic(self.folder.path / "timeline.svg", drawing)
             write_atomic(self.folder.path / "unit_costs.yaml", self._cost_file(step, costs))
         self.note = self._rebalance(costs, recording.micro_batches)
         return figures
