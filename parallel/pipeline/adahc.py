@@ -23,6 +23,7 @@ from parallel.pipeline.units import Placement, Unit, lookup
 HAND_MADE = ("uniform", "balanced", "standalone", "split")
 MOST_RUNS = 4  # placements with divided heads that are scheduled in full
 ROUNDS_COST = 1.01  # what a second round must gain: it sends twice as much
+COPY_COST = 0.002  # what each further copy of the head must gain: it takes memory and a sum
 
 
 @dataclass(frozen=True)
@@ -62,20 +63,27 @@ def has_rounds(placement: Placement) -> bool:
     return placement.head_only.count(False) > placement.num_ranks
 
 
+def _dear(placement: Placement) -> float:
+    """What a plan's time is multiplied with before it is compared: it must be worth what it asks
+    for besides."""
+    copies = max(len(hosts(placement)) - 1, 0)
+    return (ROUNDS_COST if has_rounds(placement) else 1.0) * (1 + COPY_COST * copies)
+
+
 class _Choice:
     """The best plan so far."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.costs = request, request.known_costs("adahc")
         self.best: Planned | None = None
-        self.least = math.inf  # makespan of the best, or more if it has rounds
+        self.least = math.inf  # makespan of the best, and what it asks for besides
         self.refusal = ""
 
     def consider(self, placements: Iterable[Placement], enough: int | None = None) -> None:
         """Plan each, or the first ``enough`` that keep to the limits."""
         accepted = 0
         for placement in placements:
-            dear = ROUNDS_COST if has_rounds(placement) else 1.0
+            dear = _dear(placement)
             ideal = max(self.costs.rank_loads(placement)) * self.request.microbatches
             if accepted == enough or ideal * dear >= self.least:
                 continue
@@ -149,5 +157,5 @@ def _ranked(request: PlanRequest, placements: Iterable[Placement]) -> list[Place
         program = program_of(placement, costs, request.network, request.split)
         time = quick_time(program, request.microbatches, request.split)
         if time is not None:
-            timed.append((time, number, placement))
+            timed.append((time * _dear(placement), number, placement))
     return [placement for _, _, placement in sorted(timed, key=lambda entry: entry[:2])]
