@@ -84,7 +84,14 @@ def _sum_over_hosts(model: ParallelModel, name: str, hosts: tuple[int, ...]) -> 
         return
     group = model.mesh.group("pp")
     assert group is not None
-    mine = local_gradient(dict(model.named_parameters())[name])
+    gradient = local_gradient(dict(model.named_parameters())[name])
+    assert gradient.is_contiguous()
+    # In parts: a vocabulary matrix from every other host at once would be the largest thing here.
+    for part in gradient.view(-1).split(_BUCKET_BYTES // gradient.element_size()):
+        _exchange(part, hosts, me, group)
+
+
+def _exchange(mine: Tensor, hosts: tuple[int, ...], me: int, group: dist.ProcessGroup) -> None:
     received = {rank: torch.empty_like(mine) for rank in hosts if rank != me}
     works = []
     for rank, buffer in sorted(received.items()):

@@ -56,7 +56,7 @@ class WeightGradients:
     def late(self, weight: Callable[[], Tensor]) -> Elsewhere | None:
         """Takes what the gradient of ``weight()`` is made of; None while nothing is collected."""
         owed = self._open
-        return None if owed is None else lambda x, g: owed.append(Owed(weight, x, g))
+        return None if owed is None else lambda x, g: owed.append(Owed(weight, x.detach(), g))
 
     def elsewhere(self, owner: nn.Module, weight: Callable[[], Tensor]) -> Elsewhere | None:
         """For a head: later while gradients are collected, otherwise at once into the stored
@@ -64,7 +64,7 @@ class WeightGradients:
         where fully_shard must see the gradient, or where the stored one is too narrow for sums."""
         owed = self._open
         if owed is not None:
-            return lambda x, g: owed.append(Owed(weight, x, g.clone()))
+            return lambda x, g: owed.append(Owed(weight, x.detach(), g.clone()))
         parameter = owner._parameters["weight"]
         assert parameter is not None
         narrow = parameter.dtype != accumulation_dtype(parameter.dtype)

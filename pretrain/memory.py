@@ -234,8 +234,15 @@ class _Rank:
         return max(
             bucket_bytes(over_data) if data_size > 1 else 0,
             bucket_bytes(over_tensor) if self.config.parallel.tp > 1 else 0,
-            # one after another: what every other host sends, and the sum
-            max((own[name] * count for name, count in hosts.items() if name in own), default=0),
+            # in parts, one after another: what every other host sends, and the sum
+            max(
+                (
+                    min(own[name], _BUCKET_BYTES) * count
+                    for name, count in hosts.items()
+                    if name in own
+                ),
+                default=0,
+            ),
         )
 
 
