@@ -182,7 +182,10 @@ MOVES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize(
+    "move",
+    [pytest.param(m, marks=[pytest.mark.slow] if m.endswith("tied") else []) for m in MOVES],
+)
 def test_a_run_goes_on_under_another_layout(tmp_path: Path, move: str) -> None:
     """Killed under one layout, finished under another: the loss curve of one process."""
     tiny_dataset(tmp_path / "data")

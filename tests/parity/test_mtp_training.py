@@ -111,7 +111,10 @@ def reference(case: Case) -> dict[str, Any]:
     return _references[repr(plain)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+SINGLE = pytest.param(torch.float32, id="f32", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, id="f64"), SINGLE])
 @pytest.mark.parametrize("name", CASES)
 def test_twenty_steps(name: str, dtype: torch.dtype) -> None:
     """The curve of every depth as in one process, chunks moving between hosts on the way, and all
