@@ -210,7 +210,7 @@ def test_wrong_evaluations(workspace: Workspace, capsys) -> None:
         ([run.parent / "tini"], ["no such run or checkpoint; did you mean 'tiny'?"]),
         ([run, "--sequences", 0], ["--sequences must be at least 1"]),
         ([run, "optimizer.lr=1"], ["optimizer.lr", "no effect on an evaluation"]),
-        ([run, "parallel.tp=2"], ["dp·fsdp·tp·pp", "1 processes"]),
+        ([run, "parallel.tp=2"], ["dp·fsdp·tp·pp", "1 process was started"]),
         ([run, "modle.layers=1"], ["modle", "did you mean 'model'?"]),
         ([run, "training=5"], ["training", "no effect on an evaluation"]),
         ([run, "training.micro_batch=x"], ["training.micro_batch", "an integer"]),
