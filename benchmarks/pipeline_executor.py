@@ -167,11 +167,16 @@ class Both:
     def run_ours(self, executor: Executor | None = None) -> None:
         self.clear()
         for stage in self.stages.values():
+            if stage.model.head is not None:
+                stage.model.head.weight_gradients = stage.weights.gradients
             stage.begin(self.batches, self.terms)
         (executor or self.executor).run()
 
     def run_theirs(self) -> list[Tensor]:
         self.clear()
+        for model in self.models.values():
+            if model.head is not None:  # the peer finds gradients in the backward pass alone
+                model.head.weight_gradients = None
         losses: list[Tensor] = []
         given = (self.ids.flatten(0, 1),) if self.first else ()
         target = {"target": self.labels.flatten(0, 1), "losses": losses} if self.last else {}

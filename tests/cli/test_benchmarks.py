@@ -21,6 +21,8 @@ EXTRA = {
 SAMPLES = {
     "training_throughput": {"toy midspan eager", "toy transformers eager", "toy products"},
     "pipeline_executor": {"toy 1f1b ours", "toy interleaved torch", "toy 1f1b simulated"},
+    "mtp_pipeline": {"toy: uniform", "toy: adahc", "toy: torch interleaved"},
+    "sleeping_pipeline": {"uniform 1f1b", "adahc adahc", "adahc adahc_zb"},
     "head_memory": {"toy plain seconds", "toy chunked peak MiB"},
     "prepare_throughput": {"tokenizer alone", "prepare: tokenisation", "prepare: everything"},
     "loader": {"start", "read", "train"},
