@@ -231,8 +231,8 @@ def test_gathered_weights_and_whole_gradients(name: str, measured: Any) -> None:
 
 @pytest.mark.parametrize("name", [n for n in LAYOUTS if LAYOUTS[n].parallel.fsdp == 1])
 def test_the_peak_of_every_rank(name: str, measured: Any) -> None:
-    """Receive buffers exactly; everything that a step allocates to 1 %, except that the gradient
-    sent last may or may not have gone."""
+    """Receive buffers exactly; everything that a step allocates to 1 %, except that what was sent
+    last may or may not have gone: a slow peer may leave two tensors more behind."""
     layout, reals = LAYOUTS[name], measured[name]
     meter = StageMeter(layout.config)
     tokens = 2 * layout.micro_batches * meter.batch_bytes
@@ -240,10 +240,12 @@ def test_the_peak_of_every_rank(name: str, measured: Any) -> None:
     for real in (real for real in reals if real["coordinate"]["tp"] == 0):
         memory = predicted[real["coordinate"]["pp"]]
         sent = memory.buffers - tokens - real["receive"]
-        assert sent in {0, *(meter.edge_bytes(edge) for edge in layout.placement.edges)}
+        edges = [meter.edge_bytes(edge) for edge in layout.placement.edges]
+        assert sent in {0, *edges}
         most = memory.peak - memory.weights - memory.optimizer - tokens - real["receive"]
         assert most - sent <= real["peak"] * 1.01, real["coordinate"]
-        assert real["peak"] <= most * 1.01, real["coordinate"]
+        waiting = 2 * max(edges, default=0)
+        assert real["peak"] <= most * 1.01 + waiting, real["coordinate"]
 
 
 def real_tensors() -> list[Tensor]:
