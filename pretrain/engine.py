@@ -75,8 +75,7 @@ class Engine:
         self.recording: Recording | None = None
         self._links: Links | None = None
         self.place(placement)
-        kinds = {action.kind for order in self.schedule(1).compute_orders() for action in order}
-        if kinds & {Kind.BACKWARD_WEIGHT, Kind.HEAD_WEIGHT}:
+        if parallel.pipeline.splits_weight_gradients:
             split_linear_maps(model.part, self.weights.gradients)
 
     def place(self, placement: Placement, costs: CostTable | None = None) -> None:
@@ -94,10 +93,6 @@ class Engine:
             number: Stage(self.weights, self.compute_dtype, placement, number)
             for number in placement.stages_of(rank)
         }
-        orders = self.schedule(1).compute_orders()
-        split = {a.stage for order in orders for a in order if a.kind is Kind.HEAD_WEIGHT}
-        for number, stage in self.stages.items():
-            stage.split_head = number in split
         self.weights.forget()
         self._links = self._make_links()
         self._executors: dict[int, Executor] = {}
@@ -125,6 +120,12 @@ class Engine:
         if micro_batches not in self._executors:
             schedule = self.schedule(micro_batches)
             check_schedule(schedule)
+            orders = schedule.compute_orders()
+            split = {a.stage for order in orders for a in order if a.kind is Kind.HEAD_WEIGHT}
+            for number, stage in self.stages.items():
+                # Whether head weights are made apart is a property of the schedule's kind.
+                assert not self._executors or stage.split_head == (number in split)
+                stage.split_head = number in split
             assert self._links is not None
             timeout = 60 * self.parallel.timeout_minutes
             self._executors[micro_batches] = Executor(
