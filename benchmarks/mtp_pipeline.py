@@ -36,6 +36,7 @@ from benchmarks.measure import (
     run_ranks,
     spread,
 )
+from benchmarks.unit_costs import average_costs, measure_units
 from models.attention import AttentionConfig, SequenceContext
 from models.config import ModelConfig
 from models.feedforward import SwiGLU
@@ -50,7 +51,6 @@ from parallel.pipeline.units import BLOCK, HEAD, model_units
 from parallel.stage import MicroBatch, unit_name
 from pretrain.engine import Engine, build_engine
 from pretrain.objectives.causal import Causal
-from pretrain.unit_costs import average_costs, measure_units
 
 RANKS = 2
 CHUNKS = 8

@@ -51,6 +51,11 @@ class MTPConfig:
         return "trunk" if self.kind == "parallel" else self.input
 
     @property
+    def shares_embedding(self) -> bool:
+        """Whether blocks read the model's own embedding."""
+        return self.kind != "parallel" and self.embedding == "shared"
+
+    @property
     def modules(self) -> range:
         """Depths whose block and norm have weights of their own."""
         return range(1, 1 + (min(self.depth, 1) if self.kind == "repeated" else self.depth))

@@ -183,8 +183,7 @@ class Transformer(nn.Module):
         self.config = config
         present = {module_name(config, unit) for unit in self.units}
         depths = [depth for depth in config.mtp.modules if f"mtp.{depth}" in present]
-        shares = config.mtp.kind != "parallel" and config.mtp.embedding == "shared"
-        embeds = "embedding" in present or (shares and bool(depths))
+        embeds = "embedding" in present or (config.mtp.shares_embedding and bool(depths))
         self.embedding = Embedding(config) if embeds else None
         self.blocks = nn.ModuleDict(
             {

@@ -161,7 +161,7 @@ def apply_recompute(block: nn.Module, mode: Recompute) -> None:
 
 
 @dataclass(frozen=True)
-class _Root:
+class Root:
     """What is fully sharded on its own.  narrow: gathered in the compute dtype, as linear maps and
     blocks are; vocabulary matrices are gathered as stored."""
 
@@ -169,19 +169,19 @@ class _Root:
     narrow: bool = True
 
 
-def _roots(part: Transformer) -> dict[str, list[_Root]]:
+def sharded_roots(part: Transformer) -> dict[str, list[Root]]:
     """By module name.  The norms are too small to be worth a collective and a tied embedding serves
     two units: both stay replicated and are reduced explicitly."""
-    roots = {f"blocks.{layer}": [_Root(block)] for layer, block in part.blocks.items()}
+    roots = {f"blocks.{layer}": [Root(block)] for layer, block in part.blocks.items()}
     for depth, mtp in part.mtp.items():
         if isinstance(mtp, MTPBlock):
-            own = [] if mtp.embedding is None else [_Root(mtp.embedding, False)]
-            roots[f"mtp.{depth}"] = [*own, _Root(mtp.projection), _Root(mtp.block)]
+            own = [] if mtp.embedding is None else [Root(mtp.embedding, False)]
+            roots[f"mtp.{depth}"] = [*own, Root(mtp.projection), Root(mtp.block)]
         else:
-            roots[f"mtp.{depth}"] = [_Root(mtp)]
+            roots[f"mtp.{depth}"] = [Root(mtp)]
     if not part.config.tie_embeddings:
         for name, module in (("embedding", part.embedding), ("head", part.head)):
-            roots[name] = [] if module is None else [_Root(module, False)]
+            roots[name] = [] if module is None else [Root(module, False)]
     return roots
 
 
@@ -193,7 +193,7 @@ def apply_fully_shard(
     wide = accumulation_dtype(options.dtype)
     narrow = MixedPrecisionPolicy(options.compute_dtype, wide, cast_forward_inputs=False)
     stored = MixedPrecisionPolicy(None, wide, cast_forward_inputs=False)
-    for root in (root for roots in _roots(part).values() for root in roots):
+    for root in (root for roots in sharded_roots(part).values() for root in roots):
         fully_shard(
             root.module,
             mesh=shard_mesh,
@@ -208,13 +208,12 @@ def apply_fully_shard(
 
 def sharded_units(part: Transformer, units: Iterable[str]) -> list[FSDPModule]:
     """The fully sharded roots that these units use, each once."""
-    roots, mtp = _roots(part), part.config.mtp
-    embeds = mtp.kind != "parallel" and mtp.embedding == "shared"
+    roots = sharded_roots(part)
     found = []
     for unit in units:
         name = module_name(part.config, unit)
         found += roots.get(name, [])
-        if embeds and name.startswith("mtp."):
+        if name.startswith("mtp.") and part.config.mtp.shares_embedding:
             found += roots.get("embedding", [])
     modules = dict.fromkeys(root.module for root in found)
     return [module for module in modules if isinstance(module, FSDPModule)]

@@ -23,7 +23,7 @@ from models.config import ModelConfig
 from models.linear import accumulation_dtype
 from models.losses import Elsewhere, HeadOptions, Term
 from models.transformer import Transformer, module_name
-from parallel.apply import _roots, apply_recompute, blocks
+from parallel.apply import apply_recompute, blocks, sharded_roots
 from parallel.collectives import GroupAxis
 from parallel.pipeline.actions import Kind
 from parallel.pipeline.units import BLOCK, HEAD, Edge, Placement, Unit, model_units
@@ -63,7 +63,7 @@ def gathered_together(part: Transformer) -> dict[str, tuple[str, bool]]:
     it, and whether that is in the compute dtype."""
     found = {}
     names = {parameter: name for name, parameter in part.named_parameters()}
-    for unit, roots in _roots(part).items():
+    for unit, roots in sharded_roots(part).items():
         for number, root in enumerate(roots):
             for parameter in root.module.parameters():
                 found[names[parameter]] = (f"{unit} {number}", root.narrow)

@@ -32,13 +32,12 @@ def cost_table(
     hidden = config.hidden * sequence_length * element_bytes
     vocabulary = config.padded_vocab_size * config.hidden * element_bytes
     table = ("vocabulary", vocabulary) if config.tie_embeddings else ("embedding", vocabulary)
-    embeds = config.mtp.kind != "parallel" and config.mtp.embedding == "shared"
 
     def cost(unit: Unit) -> UnitCost:
         size = sizes[unit_name(unit)]
         weights = float(sizes[module_name(config, unit_name(unit))].parameters * element_bytes)
         shared: list[tuple[str, float]] = []
-        if unit.kind == EMBEDDING or (unit.kind == MTP and embeds):
+        if unit.kind == EMBEDDING or (unit.kind == MTP and config.mtp.shares_embedding):
             shared.append(table)
         if unit.kind == HEAD:
             shared.append(table if config.tie_embeddings else ("head", vocabulary))

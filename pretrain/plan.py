@@ -148,7 +148,7 @@ def _rank_parameters(
     config: RunConfig, placement: Placement, sizes: dict[str, UnitSize]
 ) -> tuple[int, ...]:
     model, found = config.model, []
-    embeds = model.mtp.kind != "parallel" and model.mtp.embedding == "shared"
+    embeds = model.mtp.shares_embedding
     for rank in range(placement.num_ranks):
         names = {module_name(model, unit) for unit in rank_units(placement, rank)}
         if (model.tie_embeddings and "head" in names) or (

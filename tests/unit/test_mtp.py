@@ -327,9 +327,7 @@ def test_every_unit_alone(mtp: MTPConfig, block: Any) -> None:
         part: Transformer = filled(config, [unit])
         names = {name for name, _ in part.named_parameters()}
         used.update(names)
-        embeds = unit == "embedding" or (
-            unit.startswith("mtp.") and mtp.kind != "parallel" and mtp.embedding == "shared"
-        )
+        embeds = unit == "embedding" or (unit.startswith("mtp.") and mtp.shares_embedding)
         assert (part.embedding is not None) == embeds
         module = module_name(config, unit)
         assert names - {"embedding.weight"} == {

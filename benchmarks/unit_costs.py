@@ -17,8 +17,7 @@ from parallel.pipeline.lowering import lower
 from parallel.pipeline.measure import measured_costs, stage_seconds
 from parallel.pipeline.units import Placement, Unit, model_units
 from parallel.stage import MicroBatch, ShardedWeights, Stage
-
-from .placement import cost_table
+from pretrain.placement import cost_table
 
 
 def measure_units(
