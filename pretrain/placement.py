@@ -75,7 +75,6 @@ def read_costs(path: str, units: Sequence[Unit], counted: CostTable) -> tuple[Co
     return CostTable(by_unit=by_unit), network
 
 
-@lru_cache(maxsize=16)  # asked when a configuration is checked, and again to build its engine
 def plan_request(
     config: ModelConfig,
     parallel: ParallelConfig,
@@ -104,7 +103,7 @@ def plan_request(
     )
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=16)  # asked when a configuration is checked, and again to build its engine
 def plan_placement(
     config: ModelConfig,
     parallel: ParallelConfig,
