@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -11,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .linear import Linear
-from .norms import NORMS
 from .positions import POSITIONS
 
 MaskKind = Literal["causal", "bidirectional"]
@@ -84,7 +84,10 @@ class AttentionConfig:
 
 
 class Attention(nn.Module):
-    """Self-attention over [B, S, D]; head counts are read from the local weights."""
+    """Self-attention over [B, S, D]; head counts are read from the local weights.
+
+    layer, layers: the block's global index and the model's depth.  norm: builds the norm of a head.
+    """
 
     plan: ClassVar[dict[str, str]] = {
         "q_proj.weight": "column",
@@ -102,7 +105,8 @@ class Attention(nn.Module):
         config: AttentionConfig,
         dim: int,
         layer: int,
-        norm: Any,
+        layers: int,
+        norm: Callable[[int], nn.Module],
         position: Any,
         backend: AttentionBackend = "auto",
     ) -> None:
@@ -114,8 +118,8 @@ class Attention(nn.Module):
         self.k_proj = Linear(dim, config.kv_heads * config.head_dim, config.qkv_bias)
         self.v_proj = Linear(dim, config.kv_heads * config.head_dim, config.qkv_bias)
         self.o_proj = Linear(config.heads * config.head_dim, dim)
-        self.q_norm = NORMS.build(norm, config.head_dim) if config.qk_norm else None
-        self.k_norm = NORMS.build(norm, config.head_dim) if config.qk_norm else None
+        self.q_norm = norm(config.head_dim) if config.qk_norm else None
+        self.k_norm = norm(config.head_dim) if config.qk_norm else None
         self.position = POSITIONS.build(position, config.head_dim)
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:

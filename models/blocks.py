@@ -12,27 +12,32 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from .attention import SequenceContext
+from .norms import Role
 from .registry import Registry
 
 BLOCKS = Registry("block")
 
-NormFactory = Callable[[], nn.Module]
+NormFactory = Callable[[Role], nn.Module]
 
 
 class Block(nn.Module):
     """Parts shared by every placement.  ``final_norm`` tells the model whether the last block's
-    output still needs normalising."""
+    output still needs normalising.
+
+    layer: the block's global index, at least ``layers`` behind the trunk.  layers: the depth of the
+    model.  norm: builds the norm of a role.
+    """
 
     final_norm: ClassVar[bool] = True
 
     def __init__(
-        self, config: Any, layer: int, attention: nn.Module, feedforward: nn.Module,
-        norm: NormFactory,
+        self, config: Any, layer: int, layers: int, attention: nn.Module,
+        feedforward: nn.Module, norm: NormFactory,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.attention_norm = norm()
+        self.attention_norm = norm("attention")
         self.attention = attention
-        self.feedforward_norm = norm()
+        self.feedforward_norm = norm("feedforward")
         self.feedforward = feedforward
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:

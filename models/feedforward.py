@@ -1,9 +1,13 @@
-"""Position-wise feed-forward layers: [B, S, D] to [B, S, D]."""
+"""Position-wise feed-forward layers: [B, S, D] to [B, S, D].
+
+``FeedForward(config, dim, layer, layers)``: the block's global index and the model's depth, for
+those that differ with depth.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +16,12 @@ from .linear import Linear
 from .registry import Registry
 
 FEEDFORWARDS = Registry("feedforward")
+
+
+def widths(config: Any) -> dict[str, int]:
+    """Hidden widths that tensor parallelism divides, by name of the config's field."""
+    names = ("hidden", "shared_hidden", "dense_hidden")
+    return {name: getattr(config, name) for name in names if getattr(config, name, None)}
 
 
 @FEEDFORWARDS.register("swiglu")
@@ -32,7 +42,7 @@ class SwiGLU(nn.Module):
         def problems(self) -> list[tuple[str, str]]:
             return [] if self.hidden > 0 else [("hidden", f"must be positive, got {self.hidden}")]
 
-    def __init__(self, config: Config, dim: int) -> None:
+    def __init__(self, config: Config, dim: int, layer: int = 0, layers: int = 1) -> None:
         super().__init__()
         self.gate_proj = Linear(dim, config.hidden)
         self.up_proj = Linear(dim, config.hidden)
@@ -53,7 +63,7 @@ class GELU(nn.Module):
     class Config(SwiGLU.Config):
         pass
 
-    def __init__(self, config: Config, dim: int) -> None:
+    def __init__(self, config: Config, dim: int, layer: int = 0, layers: int = 1) -> None:
         super().__init__()
         self.up_proj = Linear(dim, config.hidden)
         self.down_proj = Linear(config.hidden, dim)

@@ -97,8 +97,8 @@ class MTPBlock(nn.Module):
         super().__init__()
         self.hidden_first = config.concat == "hidden_first"
         self.embedding = embedding
-        self.embedding_norm = norm()
-        self.hidden_norm = norm()
+        self.embedding_norm = norm("input")
+        self.hidden_norm = norm("input")
         self.projection = Linear(2 * hidden, hidden)
         self.block = block
 

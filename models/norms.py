@@ -1,14 +1,14 @@
 """Normalisations over the last dimension.
 
-``Norm(config, dim)`` maps [..., dim] to [..., dim]; statistics are taken in at least fp32 and the
-result has the input's dtype.  ``plan`` names how each parameter is stored under tensor
+``Norm(config, dim, site)`` maps [..., dim] to [..., dim]; statistics are taken in at least fp32 and
+the result has the input's dtype.  ``plan`` names how each parameter is stored under tensor
 parallelism.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,22 @@ from .linear import accumulation_dtype
 from .registry import Registry
 
 NORMS = Registry("norm")
+
+Role = Literal["attention", "feedforward", "final", "head", "input"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a norm stands.
+
+    role: in a block, at its attention or its feed-forward layer; behind the last block; inside
+    attention, on heads; or on what a multi-token-prediction block reads.  layer: the block's global
+    index, at least ``layers`` behind the trunk.  layers: the depth of the model.
+    """
+
+    role: Role = "feedforward"
+    layer: int = 0
+    layers: int = 1
 
 
 def _positive_eps(eps: float) -> list[tuple[str, str]]:
@@ -59,7 +75,7 @@ class RMSNorm(nn.Module):
         def problems(self) -> list[tuple[str, str]]:
             return _positive_eps(self.eps)
 
-    def __init__(self, config: Config, dim: int) -> None:
+    def __init__(self, config: Config, dim: int, site: Site = Site()) -> None:
         super().__init__()
         self.eps = config.eps
         self.weight = nn.Parameter(torch.empty(dim))
@@ -83,7 +99,7 @@ class LayerNorm(nn.Module):
         def problems(self) -> list[tuple[str, str]]:
             return _positive_eps(self.eps)
 
-    def __init__(self, config: Config, dim: int) -> None:
+    def __init__(self, config: Config, dim: int, site: Site = Site()) -> None:
         super().__init__()
         self.eps = config.eps
         self.weight = nn.Parameter(torch.empty(dim))

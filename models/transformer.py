@@ -22,7 +22,7 @@ from .feedforward import FEEDFORWARDS
 from .linear import accumulation_dtype
 from .losses import Elsewhere, HeadOptions, Term, capped, chunked_head_loss
 from .mtp import MTPBlock, fork, tokens_ahead
-from .norms import NORMS
+from .norms import NORMS, Role, Site
 
 
 def unit_names(config: ModelConfig) -> list[str]:
@@ -138,29 +138,44 @@ class Head(nn.Module):
         return capped(logits.to(accumulation_dtype(logits.dtype)), self.softcap)
 
 
-def build_norm(config: ModelConfig) -> nn.Module:
-    norm: nn.Module = NORMS.build(config.norm, config.hidden)
+def build_norm(
+    config: ModelConfig, role: Role, layer: int | None = None, dim: int | None = None
+) -> nn.Module:
+    """A norm over ``dim`` (the model's width) at block ``layer`` (behind the last one)."""
+    site = Site(role, config.layers if layer is None else layer, config.layers)
+    norm: nn.Module = NORMS.build(config.norm, config.hidden if dim is None else dim, site)
     return norm
 
 
 def build_block(config: ModelConfig, layer: int, backend: AttentionBackend) -> Block:
+    """The block with global index ``layer``; one behind the trunk counts on from there, while the
+    model's depth stays ``config.layers``."""
+    layers = config.layers
+
+    def norm(role: Role) -> nn.Module:
+        return build_norm(config, role, layer)
+
+    def head_norm(dim: int) -> nn.Module:
+        return build_norm(config, "head", layer, dim)
+
     attention = Attention(
-        config.attention, config.hidden, layer, config.norm, config.position, backend
+        config.attention, config.hidden, layer, layers, head_norm, config.position, backend
     )
-    feedforward = FEEDFORWARDS.build(config.feedforward, config.hidden)
-    block: Block = BLOCKS.build(
-        config.block, layer, attention, feedforward, lambda: build_norm(config)
-    )
+    feedforward = FEEDFORWARDS.build(config.feedforward, config.hidden, layer, layers)
+    block: Block = BLOCKS.build(config.block, layer, layers, attention, feedforward, norm)
     return block
 
 
 def build_mtp(config: ModelConfig, depth: int, backend: AttentionBackend) -> nn.Module:
     """The block of ``depth``, counted as a layer behind the model's last one."""
-    block = build_block(config, config.layers + depth - 1, backend)
+    layer = config.layers + depth - 1
+    block = build_block(config, layer, backend)
     if config.mtp.kind == "parallel":
         return block
     own = Embedding(config) if config.mtp.embedding == "own" else None
-    return MTPBlock(config.mtp, config.hidden, block, lambda: build_norm(config), own)
+    return MTPBlock(
+        config.mtp, config.hidden, block, lambda role: build_norm(config, role, layer), own
+    )
 
 
 class Transformer(nn.Module):
@@ -193,13 +208,14 @@ class Transformer(nn.Module):
             }
         )
         wants_norm = BLOCKS.component(BLOCKS.name_of(type(config.block))).final_norm  # type: ignore[attr-defined]
-        self.final_norm = build_norm(config) if "final_norm" in present and wants_norm else None
+        normed = "final_norm" in present and wants_norm
+        self.final_norm = build_norm(config, "final") if normed else None
         self.mtp = nn.ModuleDict(
             {str(depth): build_mtp(config, depth, attention_backend) for depth in depths}
         )
         self.mtp_norms = nn.ModuleDict(
             {
-                str(depth): build_norm(config)
+                str(depth): build_norm(config, "final", config.layers + depth)
                 for depth in config.mtp.modules
                 if f"mtp_norms.{depth}" in present and wants_norm
             }

@@ -130,9 +130,13 @@ def test_flash_has_no_document_mask() -> None:
         attend(*qkv(), context("causal", DOCUMENTS), "flash")
 
 
+def head_norm(dim: int) -> RMSNorm:
+    return RMSNorm(RMSNorm.Config(), dim)
+
+
 def layer(**options: Any) -> Attention:
     config = AttentionConfig(HEADS, KV_HEADS, DIM, **options)
-    module = Attention(config, WIDTH, 0, RMSNorm.Config(), RoPE.Config()).double()
+    module = Attention(config, WIDTH, 0, 1, head_norm, RoPE.Config()).double()
     for index, parameter in enumerate(module.parameters()):
         parameter.data = random(*parameter.shape, seed=index + 10)
     return module
@@ -177,7 +181,7 @@ def test_shares_of_heads_add_up_to_the_whole() -> None:
 
 
 def test_without_positions_order_is_only_the_mask() -> None:
-    module = Attention(AttentionConfig(2, 2, 4), WIDTH, 0, RMSNorm.Config(), NoPE.Config()).double()
+    module = Attention(AttentionConfig(2, 2, 4), WIDTH, 0, 1, head_norm, NoPE.Config()).double()
     for index, parameter in enumerate(module.parameters()):
         parameter.data = random(*parameter.shape, seed=index)
     x, order = random(1, LENGTH, WIDTH), torch.arange(LENGTH).flip(0)
