@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .linear import Linear
-from .positions import POSITIONS
+from .positions import POSITIONS, HeadShape
 
 MaskKind = Literal["causal", "bidirectional"]
 AttentionBackend = Literal["auto", "sdpa", "flex", "flash"]
@@ -120,7 +120,8 @@ class Attention(nn.Module):
         self.o_proj = Linear(config.heads * config.head_dim, dim)
         self.q_norm = norm(config.head_dim) if config.qk_norm else None
         self.k_norm = norm(config.head_dim) if config.qk_norm else None
-        self.position = POSITIONS.build(position, config.head_dim)
+        shape = HeadShape(config.head_dim, config.heads, config.kv_heads, layer, layers)
+        self.position = POSITIONS.build(position, shape)
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
         q, k, v = (
@@ -129,7 +130,7 @@ class Attention(nn.Module):
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.position.rotate(q, k, context.positions, context.cache)
+        q, k = self.position.rotate(q, k, context)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if context.store is not None:
             k, v = context.store.extend(self.layer, k, v)

@@ -8,7 +8,6 @@ compute exactly.  ``custom`` holds every model, by carrying the model's own code
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -162,9 +161,7 @@ def obstacles(config: ModelConfig, target: str) -> list[str]:
 
 
 def _yarn_obstacles(config: ModelConfig) -> list[str]:
-    yarn = YaRN(config.position, config.attention.head_dim)
-    low = max(math.floor(yarn._ramp_end(config.position.beta_fast)), 0)
-    high = min(math.ceil(yarn._ramp_end(config.position.beta_slow)), yarn.head_dim - 1)
+    low, high = config.position.ramp(config.attention.head_dim)
     if low <= high:
         return []
     return [
@@ -186,7 +183,7 @@ def native_target(config: ModelConfig) -> tuple[str | None, list[str]]:
 # ------------------------------------------------------------------------------ config files
 
 
-def _rope_parameters(position: Any, head_dim: int) -> dict[str, Any]:
+def _rope_parameters(position: Any) -> dict[str, Any]:
     if not isinstance(position, YaRN.Config):
         return {"rope_type": "default", "rope_theta": position.base}
     return {
@@ -196,7 +193,7 @@ def _rope_parameters(position: Any, head_dim: int) -> dict[str, Any]:
         "original_max_position_embeddings": position.original_length,
         "beta_fast": position.beta_fast,
         "beta_slow": position.beta_slow,
-        "attention_factor": YaRN(position, head_dim).magnitude(),
+        "attention_factor": position.magnitude(),
         "truncate": True,
     }
 
@@ -233,7 +230,7 @@ def hf_config(
             **common,
             **standard_keys(config),
         }
-    rope = _rope_parameters(config.position, config.attention.head_dim)
+    rope = _rope_parameters(config.position)
     native: dict[str, Any] = {
         "architectures": [f"{target.capitalize()}ForCausalLM"],
         "model_type": target,
@@ -370,7 +367,7 @@ def _position_from_hf(hf: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
         problems.append("yarn without factor >= 1 and original_max_position_embeddings")
         return position, problems
     arguments = {key: value for key, value in position.items() if key != "type"}
-    own = YaRN(YaRN.Config(**arguments), 2).magnitude()
+    own = YaRN.Config(**arguments).magnitude()
     if abs((rope.get("attention_factor") or own) - own) > 1e-6:
         problems.append(f"attention_factor={rope['attention_factor']} (ours is {own:.6f})")
     problems += [f"{key}={rope[key]}" for key in ("mscale", "mscale_all_dim") if rope.get(key)]

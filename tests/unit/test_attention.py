@@ -10,7 +10,7 @@ from torch import Tensor
 
 from models.attention import Attention, AttentionBackend, AttentionConfig, SequenceContext, attend
 from models.norms import RMSNorm
-from models.positions import NoPE, RoPE
+from models.positions import HeadShape, NoPE, RoPE
 
 # Flex on a CPU is the reference of its compiled form; it says how slow it is.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -154,8 +154,7 @@ def test_layer_is_its_parts(qk_norm: bool) -> None:
             part = part / (part.square().mean(-1, keepdim=True) + 1e-5).sqrt()
             part = part * getattr(module, f"{name}_norm").weight
         parts.append(part)
-    rope = RoPE(RoPE.Config(), DIM)
-    q, k = rope.rotate(parts[0], parts[1], torch.arange(LENGTH), {})
+    q, k = RoPE(RoPE.Config(), HeadShape(DIM)).rotate(parts[0], parts[1], context())
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), parts[2].transpose(1, 2)
     heads_out = literal(q, k, v, "causal", None)
     wanted = heads_out.transpose(1, 2).reshape(BATCH, LENGTH, -1) @ module.o_proj.weight.T

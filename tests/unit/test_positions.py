@@ -11,7 +11,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from models.positions import POSITIONS, NoPE, PartialRoPE, RoPE, YaRN
+from models.attention import SequenceContext
+from models.positions import POSITIONS, HeadShape, NoPE, PartialRoPE, RoPE, YaRN
 
 HEADS, DIM, LENGTH = 3, 16, 20
 
@@ -25,7 +26,17 @@ def pair(dtype: torch.dtype = torch.float64, dim: int = DIM) -> tuple[Tensor, Te
 
 
 def rotate(config: Any, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = POSITIONS.build(config, q.shape[-1]).rotate(q, k, positions, {})
+    return rotate_in(SequenceContext(positions), config, q, k)
+
+
+def rotate_in(context: SequenceContext, config: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    shape = HeadShape(q.shape[-1], q.shape[2], k.shape[2])
+    found: tuple[Tensor, Tensor] = POSITIONS.build(config, shape).rotate(q, k, context)
+    return found
+
+
+def table(config: Any, dim: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    found: Tensor = config.frequencies(dim, dtype, torch.device("cpu"))
     return found
 
 
@@ -79,29 +90,23 @@ def test_yarn_is_hugging_faces(dim: int, config: YaRN.Config) -> None:
         },
     )
     frequencies, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
-    ours = YaRN(config, dim)
-    found = ours.frequencies(torch.float32, torch.device("cpu"))
+    found = table(config, dim, torch.float32)
     torch.testing.assert_close(found, frequencies, rtol=1e-6, atol=0)
-    assert ours.magnitude() == pytest.approx(factor, abs=1e-12)
+    assert config.magnitude() == pytest.approx(factor, abs=1e-12)
     if config.factor > 1:
-        assert not torch.allclose(found, RoPE(RoPE.Config(config.base), dim).frequencies(
-            torch.float32, torch.device("cpu")))  # fmt: skip
+        assert not torch.allclose(found, table(RoPE.Config(config.base), dim, torch.float32))
 
 
 def test_the_shortest_yarn_divides_what_turns_too_rarely() -> None:
     """One step shorter, the first pair turns less than once and should be divided as well."""
-    device = torch.device("cpu")
-    found = YaRN(YaRN.Config(factor=4.0, original_length=7), 16).frequencies(torch.float64, device)
-    plain = RoPE(RoPE.Config(), 16).frequencies(torch.float64, device)
+    found, plain = table(YaRN.Config(factor=4.0, original_length=7), 16), table(RoPE.Config(), 16)
     assert torch.equal(7 * plain / (2 * torch.pi) < 1, torch.arange(8) > 0)
     torch.testing.assert_close(found[1:], plain[1:] / 4, rtol=1e-15, atol=0)
 
 
 def test_yarn_scales_and_interpolates_the_extremes() -> None:
     config = YaRN.Config(factor=4.0, original_length=2048)
-    device = torch.device("cpu")
-    found = YaRN(config, 128).frequencies(torch.float64, device)
-    plain = RoPE(RoPE.Config(), 128).frequencies(torch.float64, device)
+    found, plain = table(config, 128), table(RoPE.Config(), 128)
     turns = 2048 * plain / (2 * torch.pi)
     assert found[turns > 64].equal(plain[turns > 64])
     torch.testing.assert_close(found[turns < 0.5], plain[turns < 0.5] / 4, rtol=1e-15, atol=0)
@@ -188,15 +193,15 @@ def test_narrow_inputs_use_wide_tables() -> None:
 
 def test_layers_share_a_table_only_when_it_is_the_same() -> None:
     q, k = pair()
-    cache: dict[Any, Any] = {}
     positions = torch.arange(LENGTH)
+    context = SequenceContext(positions)
     configs = [RoPE.Config(), RoPE.Config(), RoPE.Config(500.0), PartialRoPE.Config(fraction=1.0),
                YaRN.Config()]  # fmt: skip
     for config in configs:
-        found = POSITIONS.build(config, DIM).rotate(q, k, positions, cache)
+        found = rotate_in(context, config, q, k)
         assert all(a.equal(b) for a, b in zip(found, rotate(config, q, k, positions)))
-    POSITIONS.build(RoPE.Config(), DIM).rotate(q.float(), k.float(), positions, cache)
-    assert len(cache) == 5
+    rotate_in(context, RoPE.Config(), q.float(), k.float())
+    assert len(context.cache) == 5
 
 
 @pytest.mark.parametrize(
