@@ -111,11 +111,21 @@ def standard_deviation(config: ModelConfig, name: str) -> float:
 
 def initialize_(
     out: Tensor, config: ModelConfig, seed: int, name: str,
-    offsets: Sequence[int], shape: Sequence[int],
+    offsets: Sequence[int], shape: Sequence[int], declared: float | Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Initial value of the block of logical parameter ``name`` that starts at ``offsets``."""
+    """Initial value of the block of logical parameter ``name`` that starts at ``offsets``.
+
+    ``declared``: a constant, or the whole logical tensor, where its module wants that."""
     with torch.no_grad():
-        if name.endswith(".bias"):
+        if isinstance(declared, Tensor):
+            ends = [a + n for a, n in zip(offsets, out.shape, strict=True)]
+            inside = tuple(slice(a, b) for a, b in zip(offsets, ends, strict=True))
+            block = declared[inside]  # shorter than ``out`` where that is padding
+            out.zero_()
+            out[tuple(slice(0, n) for n in block.shape)] = block.to(out)
+        elif declared is not None:
+            out.fill_(declared)
+        elif name.endswith(".bias"):
             out.zero_()
         elif len(shape) == 1:
             out.fill_(1.0)

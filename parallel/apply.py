@@ -27,6 +27,7 @@ from torch.utils.checkpoint import (
 from models.attention import AttentionBackend
 from models.collectives import bind
 from models.config import ModelConfig
+from models.declarations import initial_value, named_state, wide_parameters
 from models.initialize import initialize_, unpadded_shape
 from models.linear import accumulation_dtype
 from models.mtp import MTPBlock
@@ -77,6 +78,10 @@ class ParallelModel:
         for name, parameter in self.part.named_parameters():
             yield logical_name(name, self.config), parameter
 
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, buffer) of what is carried along without being trained."""
+        yield from named_state(self.part)
+
 
 @torch.no_grad()
 def local_tensor(parameter: Tensor) -> Tensor:
@@ -115,6 +120,7 @@ def build_parallel_model(
     part.to_empty(device=mesh.device)
     if options.initialize:
         initialize_parameters(model, options.seed)
+        update_state(model, 0)
     return model
 
 
@@ -190,6 +196,7 @@ def apply_fully_shard(
 ) -> None:
     """Each unit becomes a root of its own; no root contains another."""
     shard_mesh = mesh.sub("dp", "fsdp") if mesh.size("dp") > 1 else mesh.sub("fsdp")
+    wide_ones = wide_parameters(part)
     wide = accumulation_dtype(options.dtype)
     narrow = MixedPrecisionPolicy(options.compute_dtype, wide, cast_forward_inputs=False)
     stored = MixedPrecisionPolicy(None, wide, cast_forward_inputs=False)
@@ -199,6 +206,7 @@ def apply_fully_shard(
             mesh=shard_mesh,
             reshard_after_forward=parallel.reshard_after_forward,
             mp_policy=narrow if root.narrow else stored,
+            ignored_params=wide_ones,
         )
         assert isinstance(root.module, FSDPModule)
         # Gradients are sums; the one division is by global counts, inside the loss.
@@ -234,8 +242,32 @@ def shard_offsets(model: ParallelModel, name: str, parameter: Tensor) -> list[in
 
 
 def initialize_parameters(model: ParallelModel, seed: int) -> None:
-    """Fill every local shard from (seed, logical name, coordinates)."""
-    for name, parameter in model.named_parameters():
+    """Fill every local shard from (seed, logical name, coordinates), and the state."""
+    for stored_name, parameter in model.part.named_parameters():
+        name = logical_name(stored_name, model.config)
         shape = unpadded_shape(model.config, name, model.plans[name].shape)
         offsets = shard_offsets(model, name, parameter)
-        initialize_(local_tensor(parameter), model.config, seed, name, offsets, shape)
+        declared = initial_value(model.part, stored_name)
+        initialize_(local_tensor(parameter), model.config, seed, name, offsets, shape, declared)
+    for name, buffer in model.named_state():
+        declared = initial_value(model.part, name)
+        assert declared is not None, f"{name} has no initial value"
+        initialize_(buffer, model.config, seed, name, [0] * buffer.dim(), buffer.shape, declared)
+
+
+@torch.no_grad()
+def update_state(model: ParallelModel, step: int) -> None:
+    """Let every module move its state on after ``step`` updates (0: the weights are new)."""
+    roots = [r.module for roots in sharded_roots(model.part).values() for r in roots]
+    root_of = {m: root for root in roots if isinstance(root, FSDPModule) for m in root.modules()}
+    for module in model.part.modules():
+        update = getattr(module, "update_state", None)
+        if update is None:
+            continue
+        reads = getattr(module, "reads_weights", None)
+        root = root_of.get(module) if reads is not None and reads(step) else None
+        if root is not None:
+            root.unshard()
+        update(step)
+        if root is not None:
+            root.reshard()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from models.attention import AttentionBackend
 from models.collectives import Axis, bound
 from models.config import ModelConfig
+from models.declarations import wide_parameters
 from models.linear import accumulation_dtype
 from models.losses import Elsewhere, HeadOptions, Term
 from models.transformer import Transformer, module_name
@@ -63,9 +64,10 @@ def gathered_together(part: Transformer) -> dict[str, tuple[str, bool]]:
     it, and whether that is in the compute dtype."""
     found = {}
     names = {parameter: name for name, parameter in part.named_parameters()}
+    wide = wide_parameters(part)
     for unit, roots in sharded_roots(part).items():
         for number, root in enumerate(roots):
-            for parameter in root.module.parameters():
+            for parameter in set(root.module.parameters()) - wide:
                 found[names[parameter]] = (f"{unit} {number}", root.narrow)
     return found
 

@@ -13,7 +13,7 @@ from models.hf_names import target_of
 from parallel.checkpoint import CheckpointManager
 from pretrain.decode import encode, validate
 from pretrain.export import ExportError, published, require_free
-from pretrain.trained import build_model, open_trained, read_json
+from pretrain.trained import build_model, open_trained, read_json, stored_tensors
 from pretrain.verify_hf import Verification, compute_reference, require_transformers, verify
 from pretrain.yaml_text import dump_tree
 
@@ -80,7 +80,7 @@ def import_hugging_face(
         reference = compute_reference(trained)
         verification = verify(source, target_of(read_json(source / "config.json")), reference)
     model = build_model(trained, getattr(torch, dtype))
-    tensors = {f"model/{name}": parameter.data for name, parameter in model.named_parameters()}
+    tensors = {f"model/{name}": tensor.detach() for name, tensor in stored_tensors(model)}
     tree = encode(trained.config)
     with published(out) as folder:
         manager = CheckpointManager(folder / "checkpoints", asynchronous=False)

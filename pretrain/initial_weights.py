@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from parallel.apply import ParallelModel, local_tensor, shard_offsets
+from parallel.apply import ParallelModel, local_tensor, shard_offsets, update_state
 from parallel.checkpoint import load_checkpoint
 from parallel.checkpoint_format import read_manifest
 from parallel.resume import ABSENT, compare_configs
@@ -47,9 +47,11 @@ def load_initial_weights(
     path = Path(config.checkpoint.init_from)
     if is_hugging_face(path):
         copy_shards(open_trained(path), model)
+        update_state(model, 0)
         return f"starting from the weights of {path}"
     path = find_checkpoint(path)
     load_checkpoint(path, weights(model), group)
+    update_state(model, 0)
     changes = "".join(f"\n  {change}" for change in model_changes(config, path))
     note = f"; its model had other settings (there -> here):{changes}" if changes else ""
     return f"starting from the weights of {path}{note}"
@@ -77,3 +79,5 @@ def copy_shards(trained: TrainedModel, model: ParallelModel) -> None:
         block = whole[spans]  # shorter than the local block where that is padding
         local.zero_()
         local[tuple(slice(0, n) for n in block.shape)] = block.to(local)
+    for name, buffer in model.named_state():
+        buffer.copy_(trained.weights[name])

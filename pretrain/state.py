@@ -26,8 +26,9 @@ from .yaml_text import COMMAND_LINE, ConfigError, Problem, combine, parse_overri
 
 
 def weights(model: ParallelModel) -> dict[str, Tensor]:
-    """The stored parameters of this rank under their checkpoint names."""
-    return {f"model/{name}": p.detach() for name, p in model.named_parameters()}
+    """The stored parameters and the state of this rank under their checkpoint names."""
+    tensors = [*model.named_parameters(), *model.named_state()]
+    return {f"model/{name}": tensor.detach() for name, tensor in tensors}
 
 
 class RunState:

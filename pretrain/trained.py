@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from models.config import ModelConfig
+from models.declarations import named_state
 from models.hf_names import from_hf, model_config_from_hf, target_of
 from models.initialize import unpadded_shape
 from models.mtp import MTPConfig
@@ -273,13 +274,18 @@ def _open_hugging_face(folder: Path) -> TrainedModel:
 
 
 def expected_shapes(config: ModelConfig, *, padded: bool) -> dict[str, tuple[int, ...]]:
-    """Logical name -> shape of every parameter, with or without vocabulary padding."""
+    """Name -> shape of every parameter and of the state, with or without vocabulary padding."""
     with torch.device("meta"):
         model = Transformer(config)
     return {
         name: tuple(p.shape if padded else unpadded_shape(config, name, p.shape))
-        for name, p in model.named_parameters()
+        for name, p in stored_tensors(model)
     }
+
+
+def stored_tensors(model: Transformer) -> list[tuple[str, Tensor]]:
+    """What a checkpoint holds of a whole model."""
+    return [*model.named_parameters(), *named_state(model)]
 
 
 def check_names(
@@ -328,7 +334,7 @@ def build_model(
     with torch.device(device):
         model = Transformer(trained.config).to(dtype)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in stored_tensors(model):
             tensor = trained.weights[name]
             tensor = tensor if rounded_to is None else tensor.to(rounded_to)
             if tensor.shape != parameter.shape:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from models.flops import training_flops_per_token, unit_sizes
-from parallel.apply import BuildOptions, local_tensor
+from parallel.apply import BuildOptions, local_tensor, update_state
 from parallel.checkpoint import CheckpointManager
 from parallel.fingerprint import weights_hash
 from parallel.gradients import clip_gradients, gradient_norm
@@ -221,6 +221,7 @@ class Trainer:
             if config.training.clip_norm is not None:
                 clip_gradients(self.model, norm, config.training.clip_norm)
             self.optimizer.step(lr)
+            update_state(self.model, self.optimizer.steps)
         self.meter.step(tokens=config.training.batch_tokens, samples=config.training.batch)
         figures = {
             "loss/train": result.losses[self.objective.primary],
