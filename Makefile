@@ -24,13 +24,13 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install pretrain prepare test test-parity test-all lint format bench convert \
-        evaluate generate plan compare doctor clean
+        depth-study stability-study position-study expert-study evaluate generate plan compare doctor clean
 
 # $(call timed,label,command): runs the command and says how long it took.
 timed = start=$$SECONDS; $(2) && echo "$(1): $$((SECONDS - start)) s"
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "variables, as in: make pretrain PROCESSES=1 ARGS='name=short training.steps=60'"
 	@sed -n 's/^#: /  /p' $(MAKEFILE_LIST)
 
@@ -77,6 +77,18 @@ format: $(STAMP) ## rewrite the sources in the project's style
 
 bench: $(STAMP) ## speed and memory against peers; prints tables
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+depth-study: $(STAMP) ## activations and gradients against depth, for every placement and norm
+	$(BIN)/python benchmarks/studies/depth.py $(ARGS)
+
+stability-study: $(STAMP) ## which placements learn at a high learning rate without warm-up
+	$(BIN)/python benchmarks/studies/stability.py $(ARGS)
+
+position-study: $(STAMP) ## what heads need from positions, on retrieval toys
+	$(BIN)/python benchmarks/studies/position.py $(ARGS)
+
+expert-study: $(STAMP) ## what routers activate, learned budgets, quality at equal activity
+	$(BIN)/python benchmarks/studies/expert.py $(ARGS)
 
 convert: need-RUN need-TO $(STAMP) ## RUN=runs/x TO=folder: export a run to a Hugging Face folder and verify it
 	$(BIN)/python launch/convert.py to-hf $(RUN) $(TO) $(ARGS)
