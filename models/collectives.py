@@ -11,7 +11,7 @@ when sequence parallelism is on), ``cp`` (context), ``ep`` (expert), ``dp`` (dat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -20,9 +20,10 @@ from torch import Tensor
 class Axis:
     """An axis with one member.  Subclasses bind it to a process group.
 
-    ``sum_`` and ``max_`` work in place and carry no gradient; the other four are differentiable
-    and form two conjugate pairs: ``copy`` (backward: sum) with ``reduce`` (backward: copy), and
-    ``gather`` (backward: reduce-scatter) with ``reduce_scatter`` (backward: gather).
+    ``sum_`` and ``max_`` work in place and carry no gradient; the others are differentiable.
+    Four form two conjugate pairs: ``copy`` (backward: sum) with ``reduce`` (backward: copy), and
+    ``gather`` (backward: reduce-scatter) with ``reduce_scatter`` (backward: gather).  ``exchange``
+    is its own conjugate with the counts swapped.
     """
 
     size: int = 1
@@ -44,6 +45,11 @@ class Axis:
         return x
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+        return x
+
+    def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """All-to-all of rows: of x [sum(send), ...] the first ``send[0]`` rows go to member 0, and
+        so on; the result [sum(receive), ...] holds what the members sent here, in their order."""
         return x
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,19 @@ class GroupAxis(Axis):
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
         result: Tensor = _ReduceScatter.apply(x, self, dim)
         return result
+
+    def exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        if not x.requires_grad:
+            return self.all_to_all(x, send, receive)
+        result: Tensor = _Exchange.apply(x, self, list(send), list(receive))
+        return result
+
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """``exchange`` without gradient."""
+        assert sum(send) == x.shape[0]
+        out = x.new_empty((sum(receive), *x.shape[1:]))
+        dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=self.group)
+        return out
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """Concatenate every member's x along ``dim`` (no gradient)."""
@@ -104,14 +118,29 @@ class _ReduceScatter(torch.autograd.Function):
         return ctx.axis.all_gather(grad, ctx.dim), None, None
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, axis: GroupAxis, send: list[int], receive: list[int]
+    ) -> Tensor:
+        ctx.axis, ctx.send, ctx.receive = axis, send, receive
+        return axis.all_to_all(x, send, receive)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.axis.all_to_all(grad, ctx.receive, ctx.send), None, None, None
+
+
 def mesh_axes(mesh: Mesh, sequence_parallel: bool) -> dict[str, Axis]:
     """The bindings for :func:`models.collectives.bind` on this mesh."""
     axes: dict[str, Axis] = {}
-    tensor, data = mesh.group("tp"), mesh.group("data")
+    tensor, expert, data = mesh.group("tp"), mesh.group("ep"), mesh.group("data")
     if tensor is not None:
         axes["tp"] = GroupAxis(tensor)
         if sequence_parallel:
             axes["sp"] = axes["tp"]
+    if expert is not None:
+        axes["ep"] = GroupAxis(expert)
     if data is not None:
         axes["dp"] = GroupAxis(data)
     return axes

@@ -2,7 +2,8 @@
 
 Every reduction is a sum.  A parameter's gradient is summed over
 
-* ``data`` unless fully_shard reduced it already,
+* ``data`` unless fully_shard reduced it already; an expert's over ``edp`` alone, because other
+  ``ep`` ranks own other experts and sent their tokens here,
 * ``tp`` when each rank holds a share (``ParameterPlan.partial``),
 * the pipeline ranks that host it (a tied embedding), in rank order, so that every host ends with
   the same bits.
@@ -10,7 +11,7 @@ Every reduction is a sum.  A parameter's gradient is summed over
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,7 @@ def local_gradient(parameter: Tensor) -> Tensor:
 
 def reduce_gradients(model: ParallelModel) -> None:
     """Complete every gradient; call once per step, after the last backward pass."""
-    for axis in ("data", "tp"):
+    for axis in ("data", "edp", "tp"):
         group = model.mesh.group(axis)
         if group is not None:
             _sum_bucketed(_gradients_over(model, axis), group)
@@ -43,12 +44,17 @@ def reduce_gradients(model: ParallelModel) -> None:
 
 
 def _gradients_over(model: ParallelModel, axis: str) -> list[Tensor]:
+    """``edp``: of the parameters that ``ep`` shards, which are not summed over ``data``."""
     chosen = []
+    divided = model.mesh.size("ep") > 1
     for name, parameter in model.named_parameters():
-        if axis == "data":
-            wanted = not is_fully_sharded(parameter)
+        plan = model.plans[name]
+        if axis == "tp":
+            wanted = plan.partial
+        elif divided and plan.expert:
+            wanted = axis == "edp"
         else:
-            wanted = model.plans[name].partial
+            wanted = axis == "data" and not is_fully_sharded(parameter)
         if wanted:
             chosen.append(local_gradient(parameter))
     return chosen
@@ -112,7 +118,7 @@ def _exchange(mine: Tensor, hosts: tuple[int, ...], me: int, group: dist.Process
 def counted_here(model: ParallelModel, name: str, parameter: Tensor) -> bool:
     """Whether this rank is the one that counts its part of a parameter in global sums."""
     mesh, plan = model.mesh, model.plans[name]
-    if mesh.rank("dp") != 0:
+    if mesh.rank("edp" if plan.expert else "dp") != 0:
         return False
     if not is_fully_sharded(parameter) and mesh.rank("fsdp") != 0:
         return False
@@ -153,26 +159,25 @@ def zero_gradients(model: ParallelModel) -> None:
 
 
 def full_tensor(model: ParallelModel, name: str, local: Tensor, sharded: bool) -> Tensor:
-    """Assemble the whole stored tensor from every rank's block (collective over fsdp and tp).
+    """Assemble the whole stored tensor from every rank's block (collective over fsdp, tp and ep).
 
     For tests, exports and comparisons of small models.  ``sharded``: fully_shard splits it.
     """
     plan, mesh = model.plans[name], model.mesh
-    shape = list(plan.shape)
-    if plan.dim is not None:
-        shape[plan.dim] //= mesh.size("tp")
     if sharded:
+        shape = plan.local_shape(mesh.size("tp"))
         local = _gather_uneven(local, shape, mesh.group("fsdp"), mesh.size("fsdp"))
-    group = mesh.group("tp")
-    if plan.dim is None or group is None:
-        return local.clone()
-    parts = [torch.empty_like(local) for _ in range(mesh.size("tp"))]
-    dist.all_gather(parts, local.contiguous(), group=group)
-    return torch.cat(parts, dim=plan.dim)
+    for axis, dim in (("tp", plan.dim), ("ep", 0 if plan.expert else None)):
+        group = mesh.group(axis)
+        if dim is not None and group is not None:
+            parts = [torch.empty_like(local) for _ in range(mesh.size(axis))]
+            dist.all_gather(parts, local.contiguous(), group=group)
+            local = torch.cat(parts, dim=dim)
+    return local.clone()
 
 
 def _gather_uneven(
-    local: Tensor, shape: list[int], group: dist.ProcessGroup | None, size: int
+    local: Tensor, shape: Sequence[int], group: dist.ProcessGroup | None, size: int
 ) -> Tensor:
     if group is None:
         return local

@@ -1,7 +1,9 @@
 """The layout of ranks: configuration, legality, the device mesh.
 
 Axes, outermost first: ``pp`` (pipeline), ``dp`` (replicas), ``fsdp`` (fully sharded data
-parallel), ``tp`` (tensor).  Every rank of one ``tp`` group is a neighbour of the others.
+parallel), ``tp`` (tensor).  Every rank of one ``tp`` group is a neighbour of the others.  Expert
+parallelism divides the replicas: dp = ``edp`` (replicas of each expert) × ``ep`` (ranks that share
+the experts of one replica).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from models.config import ModelConfig
+from models.feedforward import widths
 
 from .pipeline.planner import PlanRequest, make_placement
 from .pipeline.units import model_units
@@ -122,6 +125,9 @@ class ParallelConfig:
         default=None, metadata={"help": "replicas; null = whatever the other axes leave"}
     )
     fsdp: int = field(default=1, metadata={"help": "ranks that share one sharded replica"})
+    ep: int = field(
+        default=1, metadata={"help": "ranks among dp that share a model's experts; divides dp"}
+    )
     tp: int = field(default=1, metadata={"help": "tensor-parallel ranks"})
     sp: bool = field(
         default=False, metadata={"help": "shard the sequence between tensor-parallel regions"}
@@ -142,11 +148,16 @@ class ParallelConfig:
     def problems(self) -> list[tuple[str, str]]:
         found = [
             (name, f"must be positive, got {getattr(self, name)}")
-            for name in ("fsdp", "tp", "pp", "timeout_minutes")
+            for name in ("fsdp", "ep", "tp", "pp", "timeout_minutes")
             if getattr(self, name) <= 0
         ]
         if self.dp is not None and self.dp < 1:
             found.append(("dp", f"must be positive, got {self.dp}"))
+        if self.ep > 1 and self.fsdp > 1:
+            found.append(
+                ("ep", f"{self.ep} does not go with fsdp={self.fsdp}: the two would divide the same"
+                 " dimension of the expert weights; use dp for the ranks that ep divides")
+            )  # fmt: skip
         if self.sp and self.tp == 1:
             found.append(("sp", "sequence parallelism needs tp > 1: it would be ignored"))
         if self.pp == 1 and self.pipeline != PipelineConfig():
@@ -187,18 +198,35 @@ def layout_problems(
     divisible = {
         "model.attention.heads": model.attention.heads,
         "model.attention.kv_heads": model.attention.kv_heads,
-        "model.feedforward.hidden": model.feedforward.hidden,
+        **{f"model.feedforward.{name}": n for name, n in widths(model.feedforward).items()},
         "model.vocab_multiple": model.padded_vocab_size,
     }
     for path, value in divisible.items():
         if value % parallel.tp:
             what = "the padded vocabulary" if path.endswith("multiple") else path
             found.append(("parallel.tp", f"{parallel.tp} does not divide {what} = {value}"))
+    found += _expert_problems(parallel, model, world_size)
     if parallel.sp and sequence_length % parallel.tp:
         found.append(
             ("parallel.sp", f"tp={parallel.tp} does not divide sequence length {sequence_length}")
         )
     return found + _placement_problems(parallel, model, sequence_length)
+
+
+def _expert_problems(
+    parallel: ParallelConfig, model: ModelConfig, world_size: int
+) -> list[tuple[str, str]]:
+    if parallel.ep == 1:
+        return []
+    replicas, experts = parallel.replicas(world_size), getattr(model.feedforward, "experts", 0)
+    if not experts:
+        text = f"is {parallel.ep} but model.feedforward has no experts: it would be ignored"
+        return [("parallel.ep", text)]
+    return [
+        ("parallel.ep", f"{parallel.ep} does not divide {what} = {value}")
+        for what, value in (("dp", replicas), ("model.feedforward.experts", experts))
+        if value % parallel.ep
+    ]
 
 
 def _placement_problems(
@@ -244,17 +272,28 @@ class Mesh:
 
     def __init__(self, sizes: dict[str, int], device: torch.device) -> None:
         self.sizes = {name: sizes.get(name, 1) for name in AXES}
+        self.expert = sizes.get("ep", 1)
         self.device = device
         self.device_mesh: DeviceMesh | None = None
         self.coordinate = dict.fromkeys(AXES, 0)
         if dist.is_initialized() and dist.get_world_size() > 1:
+            shape = dict(self.sizes)
+            if self.expert > 1:
+                shape = {"pp": self.size("pp"), "edp": self.size("edp"), "ep": self.expert,
+                         "fsdp": 1, "tp": self.size("tp")}  # fmt: skip
             self.device_mesh = init_device_mesh(
-                device.type, tuple(self.sizes.values()), mesh_dim_names=AXES
+                device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)
             )
             coordinate = self.device_mesh.get_coordinate()
             assert coordinate is not None
-            self.coordinate = dict(zip(AXES, coordinate, strict=True))
-            self.device_mesh["dp", "fsdp"]._flatten("data")
+            place = dict(zip(shape, coordinate, strict=True))
+            if self.expert > 1:
+                place["dp"] = place["edp"] * self.expert + place["ep"]
+                self.device_mesh["edp", "ep"]._flatten("dp")
+                self.device_mesh["edp", "ep", "fsdp"]._flatten("data")
+            else:
+                self.device_mesh["dp", "fsdp"]._flatten("data")
+            self.coordinate = {name: place[name] for name in AXES}
 
     @property
     def data_size(self) -> int:
@@ -265,15 +304,26 @@ class Mesh:
         return self.coordinate["dp"] * self.sizes["fsdp"] + self.coordinate["fsdp"]
 
     def size(self, axis: str) -> int:
+        if axis == "edp":
+            return self.sizes["dp"] // self.expert
+        if axis == "ep":
+            return self.expert
         return self.data_size if axis == "data" else self.sizes[axis]
 
     def rank(self, axis: str) -> int:
+        if axis == "edp":
+            return self.coordinate["dp"] // self.expert
+        if axis == "ep":
+            return self.coordinate["dp"] % self.expert
         return self.data_rank if axis == "data" else self.coordinate[axis]
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The group along ``axis`` (or ``data`` = dp × fsdp); None when it has one member."""
+        """The group along ``axis`` (``data`` = dp × fsdp, dp = edp × ep); None when it has one
+        member."""
         if self.device_mesh is None or self.size(axis) == 1:
             return None
+        if axis == "edp" and self.expert == 1:
+            axis = "dp"
         return self.device_mesh.get_group(axis)
 
     def sub(self, *axes: str) -> DeviceMesh:
@@ -287,6 +337,7 @@ def build_mesh(parallel: ParallelConfig, device: torch.device) -> Mesh:
         "pp": parallel.pp,
         "dp": parallel.replicas(world),
         "fsdp": parallel.fsdp,
+        "ep": parallel.ep,
         "tp": parallel.tp,
     }
     return Mesh(sizes, device)

@@ -6,7 +6,9 @@ at its exit.  Parameters are stored as DTensors (placement, checkpoint, 2-D shar
 component keeps computing on plain local tensors; no DTensor operator runs in forward or backward.
 
 Kinds: ``column``, ``vocab`` and ``head`` shard dimension 0, ``row`` shards dimension 1,
-``replicated`` shards nothing.  A parameter that no plan names is an error.
+``replicated`` shards nothing, and neither does ``partial``, which is for parameters outside regions
+that regions use.  ``expert_column`` [E, F, D] and ``expert_row`` [E, D, F] shard F over ``tp`` and
+E over ``ep``.  A parameter that no plan names is an error.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from models.collectives import axis
 from models.linear import Linear
@@ -30,6 +33,9 @@ _SHARDED_DIM: dict[str, int | None] = {
     "head": 0,
     "row": 1,
     "replicated": None,
+    "partial": None,
+    "expert_column": 1,
+    "expert_row": 2,
 }
 
 
@@ -39,12 +45,21 @@ class ParameterPlan:
 
     shape: the whole stored tensor.  dim: the sharded dimension, or None.  partial: every rank's
     gradient is a share of the whole one (the parameter is replicated, but each rank applied it to
-    different heads or sequence positions), so gradients must be summed over ``tp``.
+    different heads or sequence positions), so gradients must be summed over ``tp``.  expert:
+    dimension 0 counts experts and is sharded over ``ep``.
     """
 
     shape: tuple[int, ...]
     dim: int | None
     partial: bool
+    expert: bool = False
+
+    def local_shape(self, tp: int, ep: int = 1) -> tuple[int, ...]:
+        """Of one rank's part."""
+        return tuple(
+            n // (tp if dim == self.dim else 1) // (ep if self.expert and dim == 0 else 1)
+            for dim, n in enumerate(self.shape)
+        )
 
 
 def parameter_plans(model: nn.Module, sequence_parallel: bool) -> dict[str, ParameterPlan]:
@@ -63,26 +78,31 @@ def parameter_plans(model: nn.Module, sequence_parallel: bool) -> dict[str, Para
             raise ValueError(f"parameter {name!r} is named by no sharding plan of its module")
         dim = _SHARDED_DIM[kinds[name]]
         inside = any(name.startswith(lead) for lead in regions)
-        partial = dim is None and (inside or sequence_parallel)
-        plans[name] = ParameterPlan(tuple(parameter.shape), dim, partial)
+        partial = dim is None and (inside or sequence_parallel or kinds[name] == "partial")
+        expert = kinds[name].startswith("expert")
+        plans[name] = ParameterPlan(tuple(parameter.shape), dim, partial, expert)
     return plans
 
 
 def shard_parameters(model: nn.Module, plans: Mapping[str, ParameterPlan], mesh: Mesh) -> None:
-    """Replace every parameter by its DTensor over ``tp``.  Runs on meta tensors: no data moves."""
-    tensor_mesh = mesh.sub("tp")
-    size = mesh.size("tp")
+    """Replace every parameter by its DTensor over ``tp``, and those of experts by one over ``ep``
+    as well.  Runs on meta tensors: no data moves."""
+    tp, ep = mesh.size("tp"), mesh.size("ep")
     for prefix, module in model.named_modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
             plan = plans[f"{prefix}.{key}" if prefix else key]
-            local = parameter.detach()
-            if plan.dim is not None:
-                if plan.shape[plan.dim] % size:
-                    raise ValueError(f"tp={size} does not divide dimension {plan.dim} of {prefix}")
-                local = local.chunk(size, dim=plan.dim)[0].contiguous()
-            placement = Replicate() if plan.dim is None else Shard(plan.dim)
-            stored = DTensor.from_local(local, tensor_mesh, [placement], run_check=False)
-            setattr(module, key, nn.Parameter(stored))
+            if plan.dim is not None and plan.shape[plan.dim] % tp:
+                raise ValueError(f"tp={tp} does not divide dimension {plan.dim} of {prefix}")
+            placements: dict[str, Placement] = {}
+            if plan.expert and ep > 1:
+                placements["ep"] = Shard(0)
+            if tp > 1:
+                placements["tp"] = Replicate() if plan.dim is None else Shard(plan.dim)
+            if placements:
+                local = parameter.detach().new_empty(plan.local_shape(tp, ep))
+                axes = mesh.sub(*placements)
+                stored = DTensor.from_local(local, axes, [*placements.values()], run_check=False)
+                setattr(module, key, nn.Parameter(stored))
 
 
 _classes: dict[tuple[Any, ...], type] = {}
@@ -164,7 +184,8 @@ def _edged(base: type, enters: bool, leaves: bool) -> Callable[..., Any]:
 
 
 def apply_tensor_parallel(model: nn.Module, plans: Mapping[str, ParameterPlan], mesh: Mesh) -> None:
-    """Shard storage and add the region edges (no-op on a tensor axis of one)."""
-    if mesh.size("tp") > 1:
+    """Shard storage and add the region edges (no-op where neither axis has two ranks)."""
+    if mesh.size("tp") > 1 or mesh.size("ep") > 1:
         shard_parameters(model, plans, mesh)
+    if mesh.size("tp") > 1:
         add_region_edges(model)
