@@ -207,7 +207,7 @@ class ReLU(Router):
 @ROUTERS.register("top_p")
 class TopP(Router):
     """The most probable experts that together reach probability ``p`` (Huang et al. 2024, arXiv
-    2403.07652, eq. 3), at most ``most`` of them; gates are their probabilities."""
+    2403.07652), at most ``most`` of them; gates are their probabilities."""
 
     @dataclass(frozen=True)
     class Config:
