@@ -253,7 +253,7 @@ def sync(path: Path) -> None:
 def write_durably(path: Path, text: str) -> None:
     """Replace the file ``path`` in one instant, and wait until that is on the disk."""
     aside = path.with_name(f".{path.name}.tmp")
-    with aside.open("w") as file:
+    with aside.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -90,7 +90,7 @@ def say(folder: RunFolder, text: str) -> None:
     it may have interrupted a print."""
     with contextlib.suppress(OSError):  # the terminal may be gone
         os.write(2, f"{text}\n".encode())
-    with contextlib.suppress(OSError), folder.rank_log(0).open("a") as log:  # the disk may be full
+    with contextlib.suppress(OSError), folder.rank_log(0).open("a", encoding="utf-8") as log:  # the disk may be full
         log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
 
@@ -142,7 +142,7 @@ def recorded(folder: RunFolder, rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        with contextlib.suppress(OSError), folder.rank_log(rank).open("a") as log:
+        with contextlib.suppress(OSError), folder.rank_log(rank).open("a", encoding="utf-8") as log:
             log.write(traceback.format_exc())  # the disk may be full
         with contextlib.suppress(OSError):
             if rank == 0 and folder.read_status() == "running":

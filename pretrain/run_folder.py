@@ -221,7 +221,7 @@ def json_value(value: Any) -> Any:
 def append_jsonl(path: Path, row: Mapping[str, Any]) -> None:
     """Append one flat object as one line, in one write. Non-finite floats become strings."""
     line = json.dumps({key: json_value(value) for key, value in row.items()}, allow_nan=False)
-    with naming(path), path.open("a") as file:
+    with naming(path), path.open("a", encoding="utf-8") as file:
         file.write(line + "\n")
 
 
