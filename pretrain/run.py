@@ -90,7 +90,8 @@ def say(folder: RunFolder, text: str) -> None:
     it may have interrupted a print."""
     with contextlib.suppress(OSError):  # the terminal may be gone
         os.write(2, f"{text}\n".encode())
-    with contextlib.suppress(OSError), folder.rank_log(0).open("a", encoding="utf-8") as log:  # the disk may be full
+    log_file = folder.rank_log(0)
+    with contextlib.suppress(OSError), log_file.open("a", encoding="utf-8") as log:  # disk full
         log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
 
