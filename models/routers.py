@@ -16,6 +16,9 @@ __all__ = ["ROUTERS", "Router", "Routing"]
 
 Problems = list[tuple[str, str]]
 
+ROUNDING = 1e-5
+"""What rounding may add to alpha·k without opening a further place: 2 · 1.5000001 is 3."""
+
 
 def top_map(scores: Tensor, k: int) -> Tensor:
     """bool, True at the k largest of the last dim."""
@@ -311,11 +314,7 @@ class LapSum(Router):
     def max_active(self) -> int:
         if self.config.learned:
             return self.experts
-        return min(self.experts, int(self._cap(torch.tensor(self.config.k))))
-
-    def _cap(self, k: Tensor) -> Tensor:
-        # Rounding of k must not open a further place: 2 · 1.5000001 is 3.
-        return (self.config.expansion * k - 1e-5).ceil()
+        return min(self.experts, math.ceil(self.config.expansion * self.config.k - ROUNDING))
 
     def _k(self, k: Tensor | None, like: Tensor) -> Tensor:
         given = like.new_tensor(self.config.k) if k is None else k
@@ -327,9 +326,10 @@ class LapSum(Router):
 
     def select(self, logits: Tensor, values: Tensor, k: Tensor | None) -> Tensor:
         k = self._k(k, values)
+        cap = (self.config.expansion * k - ROUNDING).ceil()
         place = ranks(logits)  # gates have its order, but may be equal where they saturate
         wanted = values >= self.config.threshold * k / self.experts
-        return (place < self._cap(k)) & (wanted | (place == 0))
+        return (place < cap) & (wanted | (place == 0))
 
     def probabilities(self, logits: Tensor, values: Tensor) -> Tensor:
         return logits.softmax(-1)
