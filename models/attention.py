@@ -48,6 +48,45 @@ class SequenceContext:
         mask: Tensor | None = self.cache[name]
         return mask
 
+    def visible_keys(self, queries: int, device: torch.device) -> Tensor:
+        """How many keys each query may attend to, int64 [S] or [B, S]."""
+        if "visible" not in self.cache:
+            self.cache["visible"] = self._count_visible(queries, device)
+        counts: Tensor = self.cache["visible"]
+        return counts
+
+    def _count_visible(self, queries: int, device: torch.device) -> Tensor:
+        slot = torch.arange(queries, device=device)
+        causal = self.mask == "causal"
+        if self.documents is None:
+            return slot + 1 if causal else torch.full_like(slot, queries)
+        order = self.documents.argsort(dim=1, stable=True)
+        differs = self.documents.gather(1, order).diff(dim=1) != 0
+        begin = torch.where(F.pad(differs, (1, 0), value=True), slot, 0).cummax(1).values
+        last = torch.where(F.pad(differs, (0, 1), value=True), slot, queries)
+        end = slot if causal else last.flip(1).cummin(1).values.flip(1)
+        return torch.empty_like(order).scatter_(1, order, end + 1 - begin)
+
+    def score_bias(
+        self, slopes: Tensor, queries: int, keys: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """−slope · |i − j| where attention is allowed and −inf elsewhere, [·, H, queries, keys]."""
+        name = ("bias", queries, keys, dtype)
+        if name not in self.cache:
+            row = torch.arange(queries, device=device)[:, None] + self.first_query(queries, keys)
+            distance = (row - torch.arange(keys, device=device)).abs()
+            bias = (-slopes[:, None, None] * distance).to(dtype)[None]
+            mask = self.dense_mask(queries, keys, device)
+            if mask is not None and mask.dtype == torch.bool:
+                bias = bias.masked_fill(~mask, -torch.inf)
+            self.cache[name] = bias if mask is None or mask.dtype == torch.bool else bias + mask
+        bias = self.cache[name]
+        return bias
+
+    def first_query(self, queries: int, keys: int) -> int:
+        """The slot of the first query among the keys."""
+        return keys - queries
+
     def _build_dense(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         mask = None
         if self.mask == "causal":
@@ -67,7 +106,10 @@ class AttentionConfig:
     heads: int = field(default=4, metadata={"help": "query heads"})
     kv_heads: int = field(default=4, metadata={"help": "key/value heads; divides heads"})
     head_dim: int = field(default=32, metadata={"help": "width of one head"})
-    qk_norm: bool = field(default=False, metadata={"help": "normalise q and k per head"})
+    qk_norm: bool = field(default=False, metadata={"help": "normalise q and k"})
+    qk_norm_span: Literal["head", "projection"] = field(
+        default="head", metadata={"help": "what is normalised together: a head, or all of them"}
+    )
     qkv_bias: bool = field(default=False, metadata={"help": "bias on q, k and v"})
 
     def problems(self) -> list[tuple[str, str]]:
@@ -78,6 +120,9 @@ class AttentionConfig:
         ]
         if not found and self.heads % self.kv_heads:
             found.append(("kv_heads", f"{self.kv_heads} does not divide heads={self.heads}"))
+        if self.qk_norm_span != "head" and not self.qk_norm:
+            text = f"{self.qk_norm_span} is set but qk_norm=false: it would be ignored"
+            found.append(("qk_norm_span", text))
         if self.head_dim % 2:
             found.append(("head_dim", f"must be even, got {self.head_dim}"))
         return found
@@ -86,7 +131,8 @@ class AttentionConfig:
 class Attention(nn.Module):
     """Self-attention over [B, S, D]; head counts are read from the local weights.
 
-    layer, layers: the block's global index and the model's depth.  norm: builds the norm of a head.
+    layer, layers: the block's global index and the model's depth.  norm: builds the norm of a head,
+    or of a whole projection.  normed: which of q, k and v have one besides the config's.
     """
 
     plan: ClassVar[dict[str, str]] = {
@@ -99,6 +145,9 @@ class Attention(nn.Module):
         "o_proj.weight": "row",
     }
     region: ClassVar[bool] = True
+    q_norm: nn.Module | None
+    k_norm: nn.Module | None
+    v_norm: nn.Module | None
 
     def __init__(
         self,
@@ -109,6 +158,7 @@ class Attention(nn.Module):
         norm: Callable[[int], nn.Module],
         position: Any,
         backend: AttentionBackend = "auto",
+        normed: str = "",
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -118,37 +168,55 @@ class Attention(nn.Module):
         self.k_proj = Linear(dim, config.kv_heads * config.head_dim, config.qkv_bias)
         self.v_proj = Linear(dim, config.kv_heads * config.head_dim, config.qkv_bias)
         self.o_proj = Linear(config.heads * config.head_dim, dim)
-        self.q_norm = norm(config.head_dim) if config.qk_norm else None
-        self.k_norm = norm(config.head_dim) if config.qk_norm else None
+        self.whole = config.qk_norm_span == "projection"
+        for name, heads in (("q", config.heads), ("k", config.kv_heads), ("v", config.kv_heads)):
+            has = name in normed or (config.qk_norm and name in "qk")
+            width = config.head_dim * (heads if self.whole else 1)
+            setattr(self, f"{name}_norm", norm(width) if has else None)
         shape = HeadShape(config.head_dim, config.heads, config.kv_heads, layer, layers)
         self.position = POSITIONS.build(position, shape)
 
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
-        q, k, v = (
-            projection(x).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q = self._heads(self.q_proj(x), self.q_norm)
+        k = self._heads(self.k_proj(x), self.k_norm)
+        v = self._heads(self.v_proj(x), self.v_norm)
         q, k = self.position.rotate(q, k, context)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if context.store is not None:
             k, v = context.store.extend(self.layer, k, v)
-        return self.o_proj(attend(q, k, v, context, self.backend).transpose(1, 2).flatten(2))
+        slopes = self.position.slopes(q.shape[1], q.device)
+        out = attend(q, k, v, context, self.backend, slopes)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
+        """A projection [B, S, heads · d] as [B, S, heads, d], normalised."""
+        if norm is not None and self.whole:
+            x = norm(x)
+        x = x.unflatten(-1, (-1, self.head_dim))
+        return x if norm is None or self.whole else norm(x)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, backend: AttentionBackend
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: SequenceContext,
+    backend: AttentionBackend,
+    slopes: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ / √d + mask) v for q [B, H, S, d], k and v [B, K, T, d]; result like q."""
+    """softmax(q kᵀ / √d + mask − slope · |i − j|) v for q [B, H, S, d], k and v [B, K, T, d] and
+    slopes [H] or None; result like q."""
     if backend == "auto":
         documents_on_gpu = context.documents is not None and q.is_cuda
         backend = "flex" if documents_on_gpu and context.store is None else "sdpa"
     if backend == "flex":
-        return _attend_flex(q, k, v, context)
+        return _attend_flex(q, k, v, context, slopes)
     if backend == "flash":
-        return _attend_flash(q, k, v, context)
+        return _attend_flash(q, k, v, context, slopes)
     grouped = q.shape[1] != k.shape[1]
+    if slopes is not None:
+        bias = context.score_bias(slopes, q.shape[2], k.shape[2], q.dtype, q.device)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=grouped)
     square = q.shape[2] == k.shape[2]
     if context.documents is None and context.mask == "causal" and square:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -156,7 +224,9 @@ def attend(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
 
 
-def _attend_flex(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+def _attend_flex(
+    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, slopes: Tensor | None
+) -> Tensor:
     """FlexAttention with a block mask.  It has no CPU backward; not yet run on a GPU."""
     flex = importlib.import_module("torch.nn.attention.flex_attention")
     if "flex" not in context.cache:
@@ -174,9 +244,23 @@ def _attend_flex(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> T
         )
     attention = flex.flex_attention if not q.is_cuda else _compiled_flex()
     out: Tensor = attention(
-        q, k, v, block_mask=context.cache["flex"], enable_gqa=q.shape[1] != k.shape[1]
+        q,
+        k,
+        v,
+        score_mod=None if slopes is None else _falling_with_distance(slopes.to(q.device)),
+        block_mask=context.cache["flex"],
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     return out
+
+
+def _falling_with_distance(slopes: Tensor) -> Callable[..., Tensor]:
+    slopes = slopes.float()
+
+    def biased(score: Tensor, b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        return score - slopes[h] * (row - column).abs()
+
+    return biased
 
 
 _flex_cache: dict[str, Any] = {}
@@ -189,10 +273,14 @@ def _compiled_flex() -> Any:
     return _flex_cache["attention"]
 
 
-def _attend_flash(q: Tensor, k: Tensor, v: Tensor, context: SequenceContext) -> Tensor:
+def _attend_flash(
+    q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, slopes: Tensor | None
+) -> Tensor:
     """flash-attn 2.  Not yet run on a GPU; documents need the flex or sdpa backend."""
     if context.documents is not None:
         raise ValueError("kernels.attention=flash has no document mask: use flex or sdpa")
+    if slopes is not None:
+        raise ValueError("kernels.attention=flash adds no position bias: use flex or sdpa")
     flash = importlib.import_module("flash_attn")
     parts = (t.transpose(1, 2) for t in (q, k, v))
     out: Tensor = flash.flash_attn_func(*parts, causal=context.mask == "causal")

@@ -55,6 +55,20 @@ class DecodingContext(SequenceContext):
     offset: int = 0
     visible: Tensor | None = None
 
+    def first_query(self, queries: int, keys: int) -> int:
+        return self.offset
+
+    def _count_visible(self, queries: int, device: torch.device) -> Tensor:
+        written = self.offset + queries
+        mask = self.dense_mask(queries, written, device)
+        assert mask is not None
+        if mask.dtype != torch.bool:  # additive
+            mask = mask > torch.finfo(mask.dtype).min / 2
+        counts = mask.sum(-1)[:, 0]
+        if self.documents is not None and self.visible is None:
+            counts = counts.where(self.documents[:, self.offset : written] != 0, 1)
+        return counts
+
     def _build_dense(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         if self.visible is not None:
             return self.visible[..., :keys].to(device)

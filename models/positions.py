@@ -1,86 +1,38 @@
 """Position encodings of queries and keys.
 
 ``POSITIONS.build(config, shape).rotate(q, k, context)`` takes q [B, S, H, d] and k [B, S, K, d] and
-returns both rotated.  Pairs are half-split, (i, i + d/2), the Hugging Face convention, so exported
-projections need no permutation.  Tables are computed in at least fp32.
+returns both rotated; head counts are read from them, for tensor parallelism leaves fewer than the
+shape says.  Tables are computed in at least fp32.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from .collectives import axis
 from .linear import accumulation_dtype
 from .registry import Registry
+from .rotary import (
+    HeadShape,
+    Position,
+    PositionContext,
+    rope_frequencies,
+    rotate_half_split,
+    wavelengths,
+)
 
 POSITIONS = Registry("position")
 
 Problems = list[tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class HeadShape:
-    """The heads of one attention layer, over all ranks, and where it stands: ``layer`` counts from
-    0 over the whole model of ``layers`` blocks (blocks of multi-token prediction follow it)."""
-
-    head_dim: int
-    heads: int = 1
-    kv_heads: int = 1
-    layer: int = 0
-    layers: int = 1
-
-
-class PositionContext(Protocol):
-    """What a position encoding may ask of a batch of sequences.
-
-    positions: int64 [S] or [B, S].  cache: a dict that lives for one forward pass; layers with the
-    same parameter-free table compute it once.
-    """
-
-    positions: Tensor
-    cache: dict[Any, Any]
-
-
 def _factor_problems(factor: float) -> Problems:
     return [] if factor >= 1 else [("factor", f"must be at least 1, got {factor}")]
-
-
-def wavelengths(base: float, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """base^(2f/dim): positions per radian of each pair."""
-    exponent = torch.arange(0, dim, 2, device=device).to(dtype) / dim
-    return base**exponent
-
-
-def rope_frequencies(base: float, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """base^(−2f/dim) for f = 0 … dim/2 − 1 (Su et al. 2021, arXiv 2104.09864, section 3.2.2)."""
-    return 1.0 / wavelengths(base, dim, dtype, device)
-
-
-def rotate_half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first 2·cos.shape[-1] dimensions of x [B, S, H, d]; cos, sin [·, S, 1, pairs]."""
-    pairs = cos.shape[-1]
-    wide = x.to(cos.dtype)
-    first, second, rest = wide.split([pairs, pairs, x.shape[-1] - 2 * pairs], dim=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin, rest)
-    return torch.cat(rotated, dim=-1).to(x.dtype)
-
-
-class Position(nn.Module):
-    """A position encoding; this one does nothing."""
-
-    plan: ClassVar[dict[str, str]] = {}
-
-    def __init__(self, config: Any, shape: HeadShape) -> None:
-        super().__init__()
-        self.config = config
-        self.shape = shape
-
-    def rotate(self, q: Tensor, k: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
-        return q, k
 
 
 class FixedTable(Position):
@@ -130,11 +82,20 @@ class RoPE(FixedTable):
 
 @POSITIONS.register("partial")
 class PartialRoPE(FixedTable):
-    """Rotary embedding over the leading ``fraction`` of each head; the rest carries no position."""
+    """Rotary embedding of a ``fraction`` of each head; the rest carries no position.
+
+    ``leading`` rotates the first dimensions of a head with a table of their own (GPT-NeoX, Black et
+    al. 2022, arXiv 2204.06745, section 2.1).  ``fastest`` keeps the highest frequencies of the
+    whole head's table and sets the others to 0 (p-RoPE, Barbero et al. 2024, arXiv 2410.06205,
+    section 6).
+    """
 
     @dataclass(frozen=True)
     class Config(TableConfig):
         fraction: float = field(default=0.5, metadata={"help": "rotated share of a head, (0, 1]"})
+        bands: Literal["leading", "fastest"] = field(
+            default="leading", metadata={"help": "what rotates: leading dimensions, or fast pairs"}
+        )
 
         def problems(self) -> Problems:
             found = super().problems()
@@ -144,7 +105,10 @@ class PartialRoPE(FixedTable):
 
         def frequencies(self, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
             rotated = max(2, int(dim * self.fraction) // 2 * 2)
-            return rope_frequencies(self.base, rotated, dtype, device)
+            if self.bands == "leading":
+                return rope_frequencies(self.base, rotated, dtype, device)
+            kept = torch.arange(dim // 2, device=device) < rotated // 2
+            return rope_frequencies(self.base, dim, dtype, device) * kept
 
 
 @POSITIONS.register("nope")
@@ -154,6 +118,39 @@ class NoPE(Position):
     @dataclass(frozen=True)
     class Config:
         pass
+
+
+@POSITIONS.register("pi")
+class PI(FixedTable):
+    """Position interpolation: positions divided by ``factor`` (Chen et al. 2023, arXiv 2306.15595,
+    section 2.3), which is to say, every frequency."""
+
+    @dataclass(frozen=True)
+    class Config(TableConfig):
+        factor: float = field(default=4.0, metadata={"help": "context extension factor, >= 1"})
+
+        def problems(self) -> Problems:
+            return super().problems() + _factor_problems(self.factor)
+
+        def frequencies(self, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+            return super().frequencies(dim, dtype, device) / self.factor
+
+
+@POSITIONS.register("ntk")
+class NTK(FixedTable):
+    """NTK-aware scaling: base · factor^(d/(d−2)) divides the lowest frequency by ``factor`` and
+    leaves the highest alone (Peng et al. 2023, arXiv 2309.00071, section 3.1)."""
+
+    @dataclass(frozen=True)
+    class Config(TableConfig):
+        factor: float = field(default=4.0, metadata={"help": "context extension factor, >= 1"})
+
+        def problems(self) -> Problems:
+            return super().problems() + _factor_problems(self.factor)
+
+        def frequencies(self, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+            base = self.base if dim == 2 else self.base * self.factor ** (dim / (dim - 2))
+            return rope_frequencies(base, dim, dtype, device)
 
 
 @POSITIONS.register("yarn")
@@ -209,3 +206,67 @@ class YaRN(FixedTable):
 
         def magnitude(self) -> float:
             return 0.1 * math.log(self.factor) + 1.0
+
+
+@POSITIONS.register("alibi")
+class ALiBi(Position):
+    """Attention scores minus slope · |i − j| (Press et al. 2021, arXiv 2108.12409, section 3).
+
+    Slopes of n heads are 2^(−8h/n), h = 1 … n, where n is a power of two; otherwise those of the
+    next smaller power, then every other one of its double.
+    """
+
+    @dataclass(frozen=True)
+    class Config:
+        pass
+
+    def slopes(self, heads: int, device: torch.device) -> Tensor:
+        total = self.shape.heads
+        power = 1 << total.bit_length() - 1
+        values = [2 ** (-8 * h / power) for h in range(1, power + 1)]
+        values += [2 ** (-4 * h / power) for h in range(1, 2 * power, 2)][: total - power]
+        first = axis("tp").rank * heads
+        return torch.tensor(values[first : first + heads], dtype=torch.float64, device=device)
+
+
+@POSITIONS.register("rnope")
+class RNoPE(Position):
+    """``inner`` in all layers but every ``every``-th, which has no position: layers every − 1,
+    2 · every − 1, … counted from 0 over the whole model  (Yang et al. 2025, arXiv 2501.18795; the
+    same layers as ``no_rope_layer_interval`` of SmolLM3)."""
+
+    @dataclass(frozen=True)
+    class Config:
+        inner: Any = field(
+            default=RoPE.Config(),
+            metadata={"registry": POSITIONS, "help": "encoding of the other layers"},
+        )
+        every: int = field(default=4, metadata={"help": "each such layer has no position, >= 2"})
+
+        def problems(self) -> Problems:
+            found: Problems = []
+            if isinstance(self.inner, (RNoPE.Config, NoPE.Config)):
+                found.append(("inner", f"must have positions, got {position_name(self.inner)}"))
+            if self.every < 2:
+                found.append(("every", f"must be at least 2, got {self.every}"))
+            return found
+
+    def __init__(self, config: Config, shape: HeadShape) -> None:
+        super().__init__(config, shape)
+        without = (shape.layer + 1) % config.every == 0
+        self.inner: Position = POSITIONS.build(NoPE.Config() if without else config.inner, shape)
+
+    def rotate(self, q: Tensor, k: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+        return self.inner.rotate(q, k, context)
+
+    def slopes(self, heads: int, device: torch.device) -> Tensor | None:
+        return self.inner.slopes(heads, device)
+
+
+def position_name(config: Any) -> str:
+    return POSITIONS.name_of(type(config))
+
+
+def biases_scores(config: Any) -> bool:
+    """Whether attention scores need a bias, which not every backend has."""
+    return isinstance(config.inner if isinstance(config, RNoPE.Config) else config, ALiBi.Config)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from models.attention import Attention, AttentionBackend, AttentionConfig, SequenceContext, attend
 from models.norms import RMSNorm
-from models.positions import HeadShape, NoPE, RoPE
+from models.positions import NoPE, RoPE
+from models.rotary import HeadShape
 
 # Flex on a CPU is the reference of its compiled form; it says how slow it is.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -7,12 +7,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, SmolLM3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from models.attention import SequenceContext
-from models.positions import POSITIONS, HeadShape, NoPE, PartialRoPE, RoPE, YaRN
+from models.attention import SequenceContext, attend
+from models.collectives import Axis, bound
+from models.positions import (
+    NTK,
+    PI,
+    POSITIONS,
+    ALiBi,
+    NoPE,
+    PartialRoPE,
+    RNoPE,
+    RoPE,
+    YaRN,
+    biases_scores,
+)
+from models.rotary import HeadShape
 
 HEADS, DIM, LENGTH = 3, 16, 20
 
@@ -119,7 +133,17 @@ def test_yarn_scales_and_interpolates_the_extremes() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [RoPE.Config(), PartialRoPE.Config(), YaRN.Config(original_length=64)], ids=str
+    "config",
+    [
+        RoPE.Config(),
+        PartialRoPE.Config(),
+        PartialRoPE.Config(bands="fastest"),
+        PI.Config(),
+        NTK.Config(),
+        YaRN.Config(original_length=64),
+        RNoPE.Config(),
+    ],
+    ids=str,
 )
 def test_scores_depend_on_the_distance_alone(config: Any) -> None:
     q, k = (t[:1, :1, :1].expand(1, LENGTH, 1, DIM) for t in pair())
@@ -147,6 +171,113 @@ def test_partial_leaves_the_rest_untouched(fraction: float, rotated: int) -> Non
         assert out[..., rotated:].equal(before[..., rotated:])
         assert out[..., :rotated].equal(turned)
         assert not out[:, 1:, :, :rotated].equal(before[:, 1:, :, :rotated])
+
+
+@pytest.mark.parametrize(("fraction", "kept"), [(0.5, 4), (0.75, 6), (1.0, 8), (0.01, 1)])
+def test_the_fastest_pairs_alone_rotate(fraction: float, kept: int) -> None:
+    """p-RoPE: pair i is dimensions i and i + d/2, and slow pairs stay where they are."""
+    config = PartialRoPE.Config(fraction=fraction, bands="fastest")
+    found = rotate(config, *pair(), torch.arange(LENGTH))
+    whole = rotate(RoPE.Config(), *pair(), torch.arange(LENGTH))
+    turns = (torch.arange(DIM) % (DIM // 2)) < kept
+    for out, before, turned in zip(found, pair(), whole):
+        assert out[..., turns].equal(turned[..., turns])
+        assert out[..., ~turns].equal(before[..., ~turns])
+
+
+@pytest.mark.parametrize(("dim", "base", "factor"), [(16, 1e4, 4.0), (128, 5e5, 16.0)])
+def test_interpolation_is_hugging_faces(dim: int, base: float, factor: float) -> None:
+    given = {"rope_type": "linear", "rope_theta": base, "factor": factor}
+    device = torch.device("cpu")
+    theirs, magnitude = ROPE_INIT_FUNCTIONS["linear"](hugging_face(dim, given), device)
+    found = table(PI.Config(base, factor), dim, torch.float32)
+    torch.testing.assert_close(found, theirs, rtol=1e-6, atol=0)
+    assert magnitude == 1.0 == PI.Config(base, factor).magnitude()
+    q, k = pair(dim=dim)
+    slow = rotate(PI.Config(base, 4.0), q, k, 4 * torch.arange(LENGTH))
+    plain = rotate(RoPE.Config(base), q, k, torch.arange(LENGTH))
+    torch.testing.assert_close(slow, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_ntk_keeps_the_fastest_and_divides_the_slowest() -> None:
+    found, plain = table(NTK.Config(factor=8.0), 64), table(RoPE.Config(), 64)
+    ratio = plain / found
+    assert ratio[0] == 1
+    torch.testing.assert_close(ratio[-1].item(), 8.0, rtol=1e-12, atol=0)
+    assert (ratio.diff() > 0).all()
+    torch.testing.assert_close(ratio.log().diff(2), torch.zeros(30).double(), rtol=0, atol=1e-12)
+
+
+def test_every_fourth_layer_without_positions() -> None:
+    """The layers that SmolLM3 of transformers gives no positions."""
+    theirs = SmolLM3Config(num_hidden_layers=10, no_rope_layer_interval=3).no_rope_layers
+    q, k = pair()
+    positions = torch.arange(LENGTH)
+    turned = rotate(YaRN.Config(original_length=64), q, k, positions)[0]
+    for layer, rotates in enumerate(theirs):
+        shape = HeadShape(DIM, HEADS, 1, layer, 10)
+        config = RNoPE.Config(YaRN.Config(original_length=64), every=3)
+        found = POSITIONS.build(config, shape).rotate(q, k, SequenceContext(positions))[0]
+        assert found.equal(turned if rotates else q), layer
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8, 12, 20])
+def test_alibi_slopes_are_hugging_faces(heads: int) -> None:
+    theirs = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
+    alibi = ALiBi(ALiBi.Config(), HeadShape(DIM, heads))
+    torch.testing.assert_close(alibi.slopes(heads, theirs.device).float(), theirs)
+
+
+def test_each_tensor_rank_has_its_own_slopes() -> None:
+    alibi = ALiBi(ALiBi.Config(), HeadShape(DIM, 6))
+    whole = alibi.slopes(6, torch.device("cpu"))
+    for rank in range(2):
+        tp = Axis()
+        tp.rank, tp.size = rank, 2
+        with bound({"tp": tp}):
+            assert alibi.slopes(3, whole.device).equal(whole[3 * rank : 3 * rank + 3])
+
+
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 2, 2], [5, 3, 3, 3, 3, 7, 7, 8, 5, 9]])
+MASKS: list[Any] = [("causal", None), ("bidirectional", None), ("causal", DOCUMENTS),
+                    ("bidirectional", DOCUMENTS)]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+@pytest.mark.parametrize(("mask", "documents"), MASKS)
+def test_alibi_scores_fall_with_distance(mask: Any, documents: Tensor | None, backend: Any) -> None:
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, heads, 10, 8, generator=g).double() for heads in (6, 2, 2))
+    slopes = ALiBi(ALiBi.Config(), HeadShape(8, 6, 2)).slopes(6, q.device)
+    slot = torch.arange(10)
+    scores = q @ k.repeat_interleave(3, 1).mT / 8**0.5
+    scores = scores - slopes[:, None, None] * (slot[:, None] - slot).abs()
+    hidden = SequenceContext(slot, mask, documents).dense_mask(10, 10, q.device)
+    if hidden is not None:
+        scores = scores.masked_fill(~hidden, -torch.inf)
+    wanted = scores.softmax(-1) @ v.repeat_interleave(3, 1)
+    with torch.no_grad():
+        found = attend(q, k, v, SequenceContext(slot, mask, documents), backend, slopes)
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6 if backend == "flex" else 1e-12)
+
+
+def test_flash_adds_no_bias() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    context, slopes = SequenceContext(torch.arange(4)), torch.ones(2)
+    with pytest.raises(ValueError, match="flash adds no position bias: use flex or sdpa"):
+        attend(q, q, q, context, "flash", slopes)
+    assert biases_scores(RNoPE.Config(ALiBi.Config())) and not biases_scores(RoPE.Config())
+
+
+@pytest.mark.parametrize(("mask", "documents"), MASKS)
+def test_visible_keys_are_the_rows_of_the_mask(mask: Any, documents: Tensor | None) -> None:
+    context = SequenceContext(torch.arange(10), mask, documents)
+    dense = context.dense_mask(10, 10, torch.device("cpu"))
+    wanted = torch.full((10,), 10) if dense is None else dense.sum(-1)[:, 0]
+    found = context.visible_keys(10, torch.device("cpu"))
+    assert found.expand(wanted.shape).equal(wanted)
+    assert context.visible_keys(10, torch.device("cpu")) is found
 
 
 def test_nope_is_the_identity() -> None:
@@ -216,6 +347,12 @@ def test_layers_share_a_table_only_when_it_is_the_same() -> None:
         (YaRN.Config(original_length=7), []),
         (YaRN.Config(original_length=12, beta_slow=2.0), ["original_length"]),
         (YaRN.Config(beta_slow=0.0), ["beta_slow"]),
+        (PI.Config(base=1.0, factor=0.5), ["base", "factor"]),
+        (NTK.Config(factor=0.0), ["factor"]),
+        (RNoPE.Config(every=1), ["every"]),
+        (RNoPE.Config(NoPE.Config()), ["inner"]),
+        (RNoPE.Config(RNoPE.Config()), ["inner"]),
+        (RNoPE.Config(ALiBi.Config(), every=2), []),
     ],
 )  # fmt: skip
 def test_problems(config: Any, paths: list[str]) -> None:
