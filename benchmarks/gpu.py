@@ -29,10 +29,10 @@ from models.flops import parameter_count, training_flops_per_token
 from parallel.apply import BuildOptions
 from parallel.gradients import clip_gradients, full_gradients, gradient_norm
 from parallel.mesh import ParallelConfig, PipelineConfig, build_mesh
-from pretrain.config import OptimizerConfig
 from pretrain.engine import Engine, build_engine
 from pretrain.objectives.causal import Causal
-from pretrain.optimizer import ShardedAdamW
+from pretrain.optimizer import ShardedOptimizer
+from pretrain.optimizer_config import OptimizerConfig
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 
@@ -180,7 +180,7 @@ def training(device: torch.device, report: Report, arguments: argparse.Namespace
     engine = build_engine(config, parallel, build_mesh(parallel, device), build, length)
     if arguments.chunk_rows:
         set_chunk(engine, arguments.chunk_rows)
-    optimizer = ShardedAdamW(engine.model, OptimizerConfig(lr=1e-4), "torch")
+    optimizer = ShardedOptimizer(engine.model, OptimizerConfig(lr=1e-4), "torch")
     objective = Causal(Causal.Config())
     batch = arguments.micro_batch
     tokens = torch.randint(0, config.vocab_size, (batch, length + 1), device=device)

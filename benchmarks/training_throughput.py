@@ -38,10 +38,10 @@ from models.feedforward import SwiGLU
 from models.flops import parameter_count, training_flops_per_token
 from parallel.apply import BuildOptions
 from parallel.mesh import ParallelConfig, build_mesh
-from pretrain.config import OptimizerConfig
 from pretrain.engine import Engine, build_engine
 from pretrain.objectives.causal import Causal
-from pretrain.optimizer import ShardedAdamW
+from pretrain.optimizer import ShardedOptimizer
+from pretrain.optimizer_config import OptimizerConfig
 
 OPTIMIZER = OptimizerConfig(lr=1e-4, weight_decay=0.1, decay_embeddings=True)
 TOLERANCE = 1e-4  # fp32 losses and gradient norms of different implementations
@@ -95,7 +95,7 @@ def engine(config: ModelConfig, length: int, compiled: bool) -> Engine:
 
 def ours(config: ModelConfig, tokens: Tensor, compiled: bool) -> Side:
     built = engine(config, tokens.shape[1] - 1, compiled)
-    optimizer = ShardedAdamW(built.model, OPTIMIZER, "torch")
+    optimizer = ShardedOptimizer(built.model, OPTIMIZER, "torch")
     objective = Causal(Causal.Config())
     batch = [objective.micro_batch(tokens, None, range(len(tokens)))]
 

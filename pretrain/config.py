@@ -20,6 +20,7 @@ from .health import HealthConfig
 from .metrics import MetricsConfig
 from .objectives.base import OBJECTIVES
 from .objectives.causal import Causal
+from .optimizer_config import OptimizerConfig
 from .placement import plan_placement
 from .schedule import ScheduleConfig
 from .yaml_text import ConfigError, Problem, Tree, merge, nearest
@@ -127,33 +128,6 @@ class TrainingConfig:
             return self.steps
         assert self.tokens is not None
         return max(1, round(self.tokens / self.batch_tokens))
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101)."""
-
-    lr: float = field(default=1e-3, metadata={"help": "peak learning rate"})
-    beta1: float = field(default=0.9, metadata={"help": "decay of the first moment"})
-    beta2: float = field(default=0.95, metadata={"help": "decay of the second moment"})
-    eps: float = field(default=1e-8, metadata={"help": "added to the root of the second moment"})
-    weight_decay: float = field(
-        default=0.1, metadata={"help": "decoupled decay of matrices; norms and biases have none"}
-    )
-    decay_embeddings: bool = field(
-        default=False, metadata={"help": "decay the token embedding (and a tied head) too"}
-    )
-
-    def problems(self) -> Problems:
-        found = _positive(self, "lr", "eps")
-        if self.weight_decay < 0:
-            found.append(("weight_decay", f"must not be negative, got {self.weight_decay}"))
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                found.append((name, f"must be in [0, 1), got {getattr(self, name)}"))
-        if self.decay_embeddings and self.weight_decay == 0:
-            found.append(("decay_embeddings", "is set but weight_decay=0: it would be ignored"))
-        return found
 
 
 @dataclass(frozen=True)
@@ -343,6 +317,8 @@ class RunConfig:
         """What is wrong about this config on ``world_size`` processes."""
         training, parallel = self.training, self.parallel
         found = layout_problems(parallel, self.model, world_size, training.sequence_length)
+        for path, message in self.optimizer.model_problems(self.model):
+            found.append((f"optimizer.{path}", message))
         share = parallel.replicas(world_size) * parallel.fsdp * training.micro_batch
         if training.batch % share:
             found.append(

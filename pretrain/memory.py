@@ -25,6 +25,7 @@ from parallel.tensor import parameter_plans
 from .activations import StageMeter, gathered_together, local_shape
 from .config import RunConfig
 from .observed import Driving
+from .optimizer_config import Rule, parameter_rules
 from .placement import rank_units, shared_hosts
 from .step_memory import Edges, StepWalk, receive_buffers
 
@@ -38,6 +39,7 @@ class StoredParameter:
     shape: this rank's part before ``fully_shard``.  gathered_with: what ``fully_shard`` divides
     along dimension 0 and gathers as one has the same name here; None where it divides nothing.
     narrow: gathered in the compute dtype.  partial: its gradient is summed over the tensor axis.
+    rule: how it is updated.
     """
 
     name: str
@@ -45,6 +47,11 @@ class StoredParameter:
     gathered_with: str | None
     narrow: bool
     partial: bool
+    rule: Rule
+
+    @property
+    def trained(self) -> bool:
+        return self.rule.method != "frozen"
 
     @property
     def sharded(self) -> bool:
@@ -75,11 +82,14 @@ def stored_parameters(config: RunConfig, units: Iterable[str]) -> list[StoredPar
     with torch.device("meta"):
         part = Transformer(config.model, set(units))
     together = gathered_together(part) if parallel.fsdp > 1 else {}
+    rules = parameter_rules(part, config.optimizer)
     found = []
     for name, plan in parameter_plans(part, parallel.sp).items():
         gathered_with, narrow = together.get(name, (None, False))
         logical, shape = logical_name(name, config.model), local_shape(plan, parallel.tp)
-        found.append(StoredParameter(logical, shape, gathered_with, narrow, plan.partial))
+        found.append(
+            StoredParameter(logical, shape, gathered_with, narrow, plan.partial, rules[logical])
+        )
     return found
 
 
@@ -139,9 +149,11 @@ def static_bytes(
     """(weights, gradients, optimizer state) of one rank."""
     fsdp, size = config.parallel.fsdp, config.precision.weight_dtype.itemsize
     parameters = list(parameters)
-    stored = sum(p.stored(fsdp) for p in parameters) * size
-    owned = sum(p.owned(fsdp, fsdp_rank) for p in parameters) * size
-    return stored, stored, 2 * owned + STEP_BYTES * len(parameters)
+    weights = sum(p.stored(fsdp) for p in parameters) * size
+    gradients = sum(p.stored(fsdp) for p in parameters if p.trained) * size
+    moments = sum(p.owned(fsdp, fsdp_rank) * len(p.rule.moments) for p in parameters) * size
+    steps = STEP_BYTES * sum(p.rule.method == "adamw" for p in parameters)
+    return weights, gradients, moments + steps
 
 
 class _Rank:
@@ -199,6 +211,7 @@ class _Rank:
         return {
             p.name: (p.numel if self._accumulates_whole or not p.sharded else p.stored(fsdp))
             * self.size
+            * p.trained
             for p in self.parameters
         }
 
@@ -217,7 +230,9 @@ class _Rank:
                 size = self.compute_size if p.narrow else self.size
                 whole = p.stored(fsdp) * fsdp
                 weights[p.gathered_with] = weights.get(p.gathered_with, 0) + whole * size
-                reduced = whole * self.size + (0 if self._accumulates_whole else whole * size)
+                reduced = p.trained * whole * self.size + (
+                    0 if self._accumulates_whole else whole * size
+                )
                 copied = max(whole * size, reduced)
                 copies[p.gathered_with] = copies.get(p.gathered_with, 0) + copied
         if not weights:
@@ -227,10 +242,11 @@ class _Rank:
 
     def _reduction(self, data_size: int, hosts: Mapping[str, int]) -> int:
         """Copies of gradients while they are summed over data, tensor and hosting ranks."""
-        over_data = [p.numel * self.size for p in self.parameters if not p.sharded]
+        trained = [p for p in self.parameters if p.trained]
+        over_data = [p.numel * self.size for p in trained if not p.sharded]
         fsdp = self.config.parallel.fsdp
-        own = {p.name: p.owned(fsdp, 0) * self.size for p in self.parameters}
-        over_tensor = [own[p.name] for p in self.parameters if p.partial]
+        own = {p.name: p.owned(fsdp, 0) * self.size for p in trained}
+        over_tensor = [own[p.name] for p in trained if p.partial]
         return max(
             bucket_bytes(over_data) if data_size > 1 else 0,
             bucket_bytes(over_tensor) if self.config.parallel.tp > 1 else 0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +15,8 @@ from .config import Problems, RunConfig
 from .data import build_blend, check_vocabulary, fingerprints, manifests
 from .evaluate import validation_blend
 from .initial_weights import check_hugging_face, is_hugging_face
-from .optimizer import MOMENTS, fused_adam
+from .optimizer import fused_adam
+from .optimizer_config import Rule, model_rules
 from .run_folder import RunFolder
 from .state import require_same_experiment
 from .trained import expected_shapes, find_checkpoint
@@ -39,7 +40,7 @@ def check_evaluation(config: RunConfig, device: torch.device, checkpoint: Path) 
     sources = config.data.validation
     _collect(found, "data.validation", lambda: check_vocabulary(config, sources))
     _collect(found, "data.validation", lambda: validation_blend(config))
-    _collect(found, "checkpoint", lambda: require_tensors(config, checkpoint, ("model",)))
+    _collect(found, "checkpoint", lambda: require_tensors(config, checkpoint))
     if found:
         raise ConfigError([Problem(*problem) for problem in dict.fromkeys(found)])
 
@@ -113,22 +114,24 @@ def check_checkpoint(config: RunConfig) -> None:
     if step is not None:
         path = root / step_name(step)
         require_same_experiment(config, read_manifest(path), fingerprints(config))
-        require_tensors(config, path, ("model", *(f"optimizer/{moment}" for moment in MOMENTS)))
+        require_tensors(config, path, model_rules(config.model, config.optimizer))
     elif config.checkpoint.init_from is not None:
         source = Path(config.checkpoint.init_from)
         if is_hugging_face(source):
             check_hugging_face(config, source)
         else:
-            require_tensors(config, find_checkpoint(source), ("model",))
+            require_tensors(config, find_checkpoint(source))
 
 
-def require_tensors(config: RunConfig, path: Path, prefixes: tuple[str, ...]) -> None:
-    """``ValueError`` unless the checkpoint holds this model's tensors in its shapes and dtype."""
+def require_tensors(config: RunConfig, path: Path, rules: Mapping[str, Rule] | None = None) -> None:
+    """``ValueError`` unless the checkpoint holds this model's tensors in its shapes and dtype, and
+    the optimizer's of parameters with ``rules``."""
     saved, dtype = read_manifest(path).tensors, config.precision.weight_dtype
     problems = []
     for name, shape in expected_shapes(config.model, padded=True).items():
         wanted = TensorInfo.of(shape, dtype)
-        for full in (f"{prefix}/{name}" for prefix in prefixes):
+        moments = rules[name].moments if rules and name in rules else ()
+        for full in (f"{kind}/{name}" for kind in ("model", *(f"optimizer/{m}" for m in moments))):
             if saved.get(full) != wanted:
                 problems.append(f"{full}: saved {saved.get(full, 'nothing')}, wanted {wanted}")
     if problems:

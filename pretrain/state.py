@@ -21,7 +21,7 @@ from parallel.resume import FREE, compare_configs, require_compatible
 from .config import RunConfig, check_run
 from .decode import decode, encode, fields_of
 from .health import HealthMonitor
-from .optimizer import ShardedAdamW
+from .optimizer import ShardedOptimizer
 from .yaml_text import COMMAND_LINE, ConfigError, Problem, combine, parse_overrides
 
 
@@ -39,7 +39,7 @@ class RunState:
         config: RunConfig,
         fingerprints: Mapping[str, str],
         model: ParallelModel,
-        optimizer: ShardedAdamW,
+        optimizer: ShardedOptimizer,
     ) -> None:
         self.config = config
         self.encoded: dict[str, Any] = encode(config)

@@ -32,7 +32,7 @@ from .health import Decision, HealthLog, HealthMonitor
 from .initial_weights import load_initial_weights
 from .metrics import MetricLogger
 from .objectives.base import build_objective
-from .optimizer import ShardedAdamW
+from .optimizer import ShardedOptimizer
 from .pipeline_meter import PipelineMeter
 from .run_folder import RunFolder, write_json
 from .schedule import learning_rate_factor
@@ -127,7 +127,7 @@ class Trainer:
         self.pipeline = PipelineMeter(self.engine, self.folder, self.rank == 0)
         self.model = self.engine.model
         self.evaluator = Evaluator(config, self.engine, self.objective)
-        self.optimizer = ShardedAdamW(self.model, config.optimizer, config.kernels.optimizer)
+        self.optimizer = ShardedOptimizer(self.model, config.optimizer, config.kernels.optimizer)
         self.health = HealthMonitor(config.health, self.all_reduce_max)
         self.stop = StopRequest()
         group = dist.new_group(backend="gloo") if dist.is_initialized() else None

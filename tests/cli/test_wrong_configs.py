@@ -54,6 +54,26 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["precision.weights=float64"],
         ["precision.compute", "float32 does not go with weights=float64"],
     ),
+    "momentum of no Muon": (
+        ["optimizer.muon.momentum=0.9"],
+        ["optimizer.muon", "matrices=adamw: it would be ignored"],
+    ),
+    "momentum": (
+        ["optimizer.matrices=muon", "optimizer.muon.momentum=1"],
+        ["optimizer.muon.momentum", "must be in [0, 1), got 1"],
+    ),
+    "learning rate of no parameter": (
+        ["optimizer.budget_lr=2"],
+        ["optimizer.budget_lr", "the model has no budget parameters: it would be ignored"],
+    ),
+    "nothing to train": (
+        ["optimizer.trainable=positions"],
+        ["optimizer.trainable", "the model has no learned position encoding"],
+    ),
+    "Muon for a frozen model": (
+        ["optimizer.trainable=positions", "optimizer.matrices=muon"],
+        ["optimizer.matrices", "trainable=positions: it would be ignored"],
+    ),
     "heads": (["model.attention.kv_heads=3"], ["kv_heads", "3 does not divide heads=2"]),
     "no data": (["data.train=[]"], ["data.train", "at least one source"]),
     "packed and attending": (["data.samples=packed"], ["objective.documents", "must be mask"]),

@@ -13,10 +13,10 @@ from parallel.apply import local_tensor
 from parallel.gradients import clip_gradients, full_parameters, gradient_norm
 from parallel.mesh import ParallelConfig, PipelineConfig
 from parallel.pipeline.units import HEAD, Placement, Unit
-from pretrain.config import OptimizerConfig
 from pretrain.engine import Engine
 from pretrain.objectives.base import build_objective
-from pretrain.optimizer import ShardedAdamW
+from pretrain.optimizer import ShardedOptimizer
+from pretrain.optimizer_config import OptimizerConfig
 from pretrain.placement import shared_hosts
 from tests.distributed import run_ranks
 from tests.parity.harness import SMALL, Case, build, gradient_error, micro_batches
@@ -77,7 +77,7 @@ def shared_bits(engine: Engine) -> dict[str, bytes]:
 
 def train(case: Case) -> dict[str, Any]:
     engine, objective = build(case), build_objective(case.objective, case.model)
-    optimizer = ShardedAdamW(engine.model, OptimizerConfig(lr=2e-3, weight_decay=0.1), "torch")
+    optimizer = ShardedOptimizer(engine.model, OptimizerConfig(lr=2e-3, weight_decay=0.1), "torch")
     losses: list[dict[str, float]] = []
     norms, copies = [], []
     for step in range(STEPS):

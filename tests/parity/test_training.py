@@ -10,9 +10,9 @@ import torch
 
 from parallel.gradients import clip_gradients, full_parameters, gradient_norm
 from parallel.mesh import ParallelConfig, PipelineConfig
-from pretrain.config import OptimizerConfig
 from pretrain.objectives.base import build_objective
-from pretrain.optimizer import ShardedAdamW
+from pretrain.optimizer import ShardedOptimizer
+from pretrain.optimizer_config import MuonConfig, OptimizerConfig
 from tests.distributed import run_ranks
 from tests.parity.harness import SMALL, Case, build, gradient_error, micro_batches
 
@@ -39,11 +39,15 @@ LAYOUTS = {
 DTYPES = {"f64": torch.float64, "f32": torch.float32}
 
 
-def train(case: Case) -> dict[str, Any]:
+ADAMW = OptimizerConfig(lr=2e-3, weight_decay=0.1)
+MUON = replace(ADAMW, matrices="muon", muon=MuonConfig(lr=4e-3))
+
+
+def train(case: Case, config: OptimizerConfig) -> dict[str, Any]:
     """Loss and norm of every step, and the weights after the last."""
     engine = build(case)
     objective = build_objective(case.objective)
-    optimizer = ShardedAdamW(engine.model, OptimizerConfig(lr=2e-3, weight_decay=0.1), "torch")
+    optimizer = ShardedOptimizer(engine.model, config, "torch")
     losses, norms = [], []
     for step in range(STEPS):
         result = engine.forward_backward(micro_batches(case, engine, step), objective)
@@ -56,30 +60,41 @@ def train(case: Case) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
-def _ranks(rank: int, world: int, case: Case) -> dict[str, Any]:
-    return train(case)
+def _ranks(rank: int, world: int, case: Case, config: OptimizerConfig) -> dict[str, Any]:
+    return train(case, config)
 
 
 _references: dict[str, dict[str, Any]] = {}
 
 
-def reference(case: Case) -> dict[str, Any]:
+def reference(case: Case, config: OptimizerConfig) -> dict[str, Any]:
     plain = case.reference()
-    if repr(plain) not in _references:
-        _references[repr(plain)] = run_ranks(1, _ranks, plain, timeout=120)[0]
-    return _references[repr(plain)]
+    key = f"{plain} {config}"
+    if key not in _references:
+        _references[key] = run_ranks(1, _ranks, plain, config, timeout=120)[0]
+    return _references[key]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_twenty_steps_give_the_same_curve(name: str, dtype: str) -> None:
-    case = replace(LAYOUTS[name], dtype=DTYPES[dtype])
-    wanted = reference(case)
+    compare(replace(LAYOUTS[name], dtype=DTYPES[dtype]), ADAMW)
+
+
+@pytest.mark.parametrize("name", ["dp2", "fsdp2-tied", "tp2-sp", "pp2-tied", "fsdp2-tp2"])
+def test_muon_gives_the_same_curve(name: str) -> None:
+    """In float64: small singular values are amplified, and so are float32's rounding errors."""
+    compare(LAYOUTS[name], MUON)
+
+
+def compare(case: Case, config: OptimizerConfig) -> None:
+    wanted = reference(case, config)
     assert min(wanted["norms"]) > CLIP, "clipping must be active in every step"
-    tolerance = 1e-9 if dtype == "f64" else 1e-5
-    for rank, found in enumerate(run_ranks(case.world, _ranks, case, timeout=120)):
+    double = case.dtype == torch.float64
+    for rank, found in enumerate(run_ranks(case.world, _ranks, case, config, timeout=120)):
         errors = [abs(a - b) / b for a, b in zip(found["losses"], wanted["losses"], strict=True)]
+        tolerance = 1e-9 if double else 1e-5
         assert max(errors) <= tolerance, f"rank {rank}: loss off by {max(errors):.2e}"
-        if dtype == "f64":
+        if double:
             error, worst = gradient_error(found["weights"], wanted["weights"])
             assert error <= 1e-8, f"rank {rank}: {worst} off by {error:.2e}"

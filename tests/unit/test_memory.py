@@ -34,7 +34,7 @@ from pretrain.memory import (
 from pretrain.objectives.base import build_objective
 from pretrain.objectives.causal import Causal
 from pretrain.observed import WHOLE, Allocations, Driving
-from pretrain.optimizer import ShardedAdamW
+from pretrain.optimizer import ShardedOptimizer
 from pretrain.placement import plan_placement, rank_units
 from tests.distributed import run_ranks
 from tests.parity.placements import scattered
@@ -114,14 +114,14 @@ def measure(rank: int, world: int, layouts: list[Layout]) -> list[dict[str, Any]
     found = []
     for layout in layouts:
         engine = real_engine(layout.config, layout.placed)
-        optimizer = ShardedAdamW(engine.model, layout.config.optimizer, "torch")
+        optimizer = ShardedOptimizer(engine.model, layout.config.optimizer, "torch")
         midway: list[tuple[int, int]] = []
         for stage in engine.stages.values():
             observe(stage, engine, midway)
         objective = build_objective(layout.config.objective, layout.model)
         engine.forward_backward(batches(layout.config, layout.micro_batches), objective)
         parameters = [p for _, p in engine.model.named_parameters()]
-        state = [t for s in optimizer.optimizer.state.values() for t in s.values()]
+        state = [t for s in optimizer.state.values() for t in s.values()]
         found.append(
             {
                 "coordinate": dict(engine.model.mesh.coordinate),

@@ -1,4 +1,4 @@
-"""AdamW over local shards: torch's own on plain parameters, bit for bit."""
+"""AdamW and Muon over local shards: torch's own on plain parameters, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from parallel.apply import BuildOptions, build_parallel_model, local_tensor
 from parallel.gradients import full_parameters, full_tensor
 from parallel.mesh import Mesh, ParallelConfig, build_mesh
 from parallel.tensor import is_fully_sharded
-from pretrain.config import OptimizerConfig
-from pretrain.optimizer import MOMENTS, ShardedAdamW, decays
+from pretrain.muon import Placed, deal, orthogonalize, update_scale
+from pretrain.optimizer import ShardedOptimizer
+from pretrain.optimizer_config import MuonConfig, OptimizerConfig, parameter_rules
 from tests.distributed import run_ranks
 from tests.parity.harness import SMALL
 
@@ -27,6 +28,7 @@ MODEL = replace(
     attention=replace(SMALL.attention, head_dim=2, qkv_bias=True),
     layers=2,
 )
+MOMENTS = ("exp_avg", "exp_avg_sq")
 RATES = [0.01, 0.02, 0.005, 0.01]
 CPU = torch.device("cpu")
 
@@ -42,7 +44,7 @@ def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
     return torch.randn(shape, generator=g, dtype=torch.float64)
 
 
-def plain_step(optimizer: ShardedAdamW, step: int) -> None:
+def plain_step(optimizer: ShardedOptimizer, step: int) -> None:
     for name, parameter in optimizer.stored.items():
         parameter.grad = gradient(name, parameter.shape, step).to(parameter.dtype)
     optimizer.step(RATES[step])
@@ -67,7 +69,7 @@ def test_equals_torch_on_plain_parameters(config: OptimizerConfig, dtype: torch.
         [{"params": params, "weight_decay": decay} for decay, params in groups.items()],
         lr=config.lr, betas=(0.8, 0.9), eps=1e-6, fused=True,
     )  # fmt: skip
-    ours = ShardedAdamW(model, config, "torch")
+    ours = ShardedOptimizer(model, config, "torch")
     for step, lr in enumerate(RATES):
         plain_step(ours, step)
         for group in torchs.param_groups:
@@ -89,7 +91,7 @@ def test_equals_the_formula() -> None:
     parameter = dict(model.named_parameters())[name]
     x = parameter.detach().clone()
     first = second = torch.zeros_like(x)
-    optimizer = ShardedAdamW(model, CONFIG, "torch")
+    optimizer = ShardedOptimizer(model, CONFIG, "torch")
     for step, lr in enumerate(RATES):
         plain_step(optimizer, step)
         g = gradient(name, x.shape, step)
@@ -102,8 +104,8 @@ def test_equals_the_formula() -> None:
 
 def test_decay_by_kind() -> None:
     for config in (CONFIG, replace(CONFIG, decay_embeddings=True)):
-        for name, parameter in plain_model().named_parameters():
-            assert decays(name, parameter, config) == is_decayed(name, config), name
+        for name, rule in parameter_rules(plain_model().part, config).items():
+            assert rule.decays == is_decayed(name, config), name
     names = [name for name, _ in plain_model().named_parameters()]
     decayed = {name.split(".")[-2] for name in names if is_decayed(name, CONFIG)}
     assert decayed == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
@@ -114,7 +116,7 @@ def test_without_gradients_only_decay_acts() -> None:
     """A parameter that took no part has gradient zero: it decays like the others."""
     model = plain_model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    ShardedAdamW(model, CONFIG, "torch").step(0.5)
+    ShardedOptimizer(model, CONFIG, "torch").step(0.5)
     for name, parameter in model.named_parameters():
         factor = 1 - 0.5 * 0.2 if is_decayed(name, CONFIG) else 1.0
         torch.testing.assert_close(parameter.detach(), before[name] * factor)
@@ -122,7 +124,7 @@ def test_without_gradients_only_decay_acts() -> None:
 
 def test_state_names_and_storage() -> None:
     model = plain_model()
-    optimizer = ShardedAdamW(model, CONFIG, "torch")
+    optimizer = ShardedOptimizer(model, CONFIG, "torch")
     names = [name for name, _ in model.named_parameters()]
     state = optimizer.state_tensors()
     assert list(state) == [f"{moment}/{name}" for name in names for moment in
@@ -140,7 +142,7 @@ def test_state_names_and_storage() -> None:
 
 def test_restored_state_goes_on_bitwise() -> None:
     model = plain_model()
-    optimizer = ShardedAdamW(model, CONFIG, "torch")
+    optimizer = ShardedOptimizer(model, CONFIG, "torch")
     weights: dict[str, Tensor] = {}
     moments: dict[str, Tensor] = {}
     for step in range(len(RATES)):
@@ -151,7 +153,7 @@ def test_restored_state_goes_on_bitwise() -> None:
     other = plain_model()
     for name, parameter in other.named_parameters():
         parameter.detach().copy_(weights[name])
-    resumed = ShardedAdamW(other, CONFIG, "torch")
+    resumed = ShardedOptimizer(other, CONFIG, "torch")
     for name, value in resumed.state_tensors().items():
         value.copy_(moments[name])
     resumed.restore(2)
@@ -160,7 +162,7 @@ def test_restored_state_goes_on_bitwise() -> None:
     assert resumed.steps == optimizer.steps == 4
     wanted = dict(model.named_parameters())
     assert all(p.equal(wanted[n]) for n, p in other.named_parameters())
-    forgetful = ShardedAdamW(other, CONFIG, "torch")
+    forgetful = ShardedOptimizer(other, CONFIG, "torch")
     forgetful.restore(2)  # without its moments
     plain_step(forgetful, 3)
     assert not other.part.head.weight.equal(wanted["head.weight"])
@@ -175,7 +177,7 @@ def _sharded(rank: int, world: int) -> list[dict[str, Tensor]]:
     for parallel in LAYOUTS:
         options = BuildOptions(dtype=torch.float64, seed=3)
         model = build_parallel_model(MODEL, parallel, build_mesh(parallel, CPU), options)
-        optimizer = ShardedAdamW(model, CONFIG, "torch")
+        optimizer = ShardedOptimizer(model, CONFIG, "torch")
         empty = sum(local.numel() == 0 for local in optimizer.local.values())
         assert (empty > 0) == (rank == 2 and parallel.fsdp == 3)  # head norms have two elements
         for step in range(len(RATES)):
@@ -199,7 +201,7 @@ def _sharded(rank: int, world: int) -> list[dict[str, Tensor]]:
 
 def test_shards_are_stepped_like_the_whole() -> None:
     model = plain_model(torch.float64)
-    optimizer = ShardedAdamW(model, CONFIG, "torch")
+    optimizer = ShardedOptimizer(model, CONFIG, "torch")
     for step in range(len(RATES)):
         plain_step(optimizer, step)
     wanted = {**dict(model.named_parameters()), **optimizer.state_tensors()}
@@ -213,5 +215,120 @@ def test_shards_are_stepped_like_the_whole() -> None:
 
 def test_missing_apex_is_explained() -> None:
     with pytest.raises(ValueError, match="NVIDIA apex built from source") as caught:
-        ShardedAdamW(plain_model(), CONFIG, "apex")
+        ShardedOptimizer(plain_model(), CONFIG, "apex")
     assert "\n" not in str(caught.value)
+
+
+MUON = replace(CONFIG, matrices="muon", muon=MuonConfig(lr=0.03, momentum=0.9, steps=4))
+
+
+def is_matrix(name: str) -> bool:
+    """Written out: what Muon takes of ``MODEL``."""
+    return name.endswith("_proj.weight")
+
+
+@pytest.mark.parametrize("shape", [(6, 6), (5, 9), (9, 5)], ids=str)
+def test_orthogonalize_gives_singular_values_near_one(shape: tuple[int, int]) -> None:
+    x = gradient("x", torch.Size(shape), 0)
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    found = orthogonalize(x, 5)
+    projected = u.T @ found @ v.T
+    assert found.shape == x.shape and s.max() / s.min() > 3
+    torch.testing.assert_close(projected, projected.diag().diag(), atol=1e-12, rtol=0)
+    assert ((projected.diag() > 0.65) & (projected.diag() < 1.25)).all()
+    assert not orthogonalize(torch.zeros(3, 4), 5).any()
+
+
+def test_muon_equals_torch_bitwise_in_bfloat16() -> None:
+    """torch's iteration runs in bfloat16: ours does on request, with the same operations."""
+    for shape, scale, theirs in (
+        ((6, 10), "spectral", "original"),
+        ((10, 6), "spectral", "original"),
+        ((10, 6), "match_rms", "match_rms_adamw"),
+    ):
+        for nesterov in (True, False):
+            start = gradient("start", torch.Size(shape), 0).float()
+            torchs = nn.Parameter(start.clone())
+            optimizer = torch.optim.Muon(
+                [torchs], lr=0.01, weight_decay=0.2, momentum=0.9, nesterov=nesterov, ns_steps=4,
+                adjust_lr_fn=theirs,
+            )  # fmt: skip
+            ours, momentum = start.clone(), torch.zeros(shape)
+            for step, lr in enumerate(RATES):
+                g = gradient("g", torch.Size(shape), step).float()
+                torchs.grad = g.clone()
+                optimizer.param_groups[0]["lr"] = lr
+                optimizer.step()
+                momentum.lerp_(g, 0.1)
+                direction = g.lerp(momentum, 0.9) if nesterov else momentum
+                ours.mul_(1 - lr * 0.2)
+                update = orthogonalize(direction.bfloat16(), 4)
+                ours.add_(update, alpha=-lr * update_scale(shape, scale))
+            assert ours.equal(torchs), (shape, scale, nesterov)
+
+
+def test_muon_takes_the_matrices_of_blocks_and_adamw_the_rest() -> None:
+    """The whole update, against the formula for matrices and torch's AdamW for everything else."""
+    model = plain_model(torch.float64)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    ours = ShardedOptimizer(model, MUON, "torch")
+    other = ShardedOptimizer(adamw := plain_model(torch.float64), CONFIG, "torch")
+    for step in range(len(RATES)):
+        plain_step(ours, step)
+        plain_step(other, step)
+    wanted = dict(adamw.named_parameters())
+    for name, parameter in model.named_parameters():
+        if not is_matrix(name):
+            assert parameter.equal(wanted[name]), name
+            continue
+        x, momentum = start[name], torch.zeros_like(start[name])
+        for step, lr in enumerate(RATES):
+            g = gradient(name, x.shape, step)
+            momentum = 0.9 * momentum + 0.1 * g
+            muon_lr = lr * 3  # of the peaks, 0.03 to 0.01
+            update = orthogonalize(0.9 * momentum + 0.1 * g, 4)
+            x = x * (1 - muon_lr * 0.2) - muon_lr * 0.2 * math.sqrt(max(x.shape)) * update
+        torch.testing.assert_close(parameter.detach(), x, rtol=1e-10, atol=1e-12)
+    names = {name for name in start if is_matrix(name)}
+    assert len(names) == 7 * MODEL.layers
+    keys = {k for k in ours.state_tensors() if k.split("/")[1] in names}
+    assert keys == {f"momentum/{name}" for name in names}
+
+
+def test_muon_in_bfloat16_is_for_gpus() -> None:
+    with pytest.raises(ValueError, match=r"optimizer.muon.bfloat16=true is for GPUs"):
+        ShardedOptimizer(plain_model(), replace(MUON, muon=MuonConfig(bfloat16=True)), "torch")
+
+
+def test_work_is_dealt_out_evenly_and_experts_count_alone() -> None:
+    shapes = {"a": (8, 4), "b": (4, 8), "experts": (3, 6, 4)}
+    # two ranks share rows of a and columns of b, and divide the experts
+    placed = [
+        {
+            "a": Placed((4 * rank, 0), (4, 4)),
+            "b": Placed((0, 4 * rank), (4, 4)),
+            "experts": Placed((2 * rank, 0, 0), (2 - rank, 6, 4)),
+        }
+        for rank in range(2)
+    ]
+    (found,), (other,) = deal(shapes, placed, 0), deal(shapes, placed, 1)
+    assert [m[:2] for m in found.owned] == [("a", None), ("experts", 0), ("experts", 2)]
+    assert [m[:2] for m in other.owned] == [("b", None), ("experts", 1)]
+    assert (found.collect, found.hand_out) == (other.collect, other.hand_out)
+    pieces = {(t.matrix[:2], t.block, t.source, t.target) for t in found.collect}
+    assert (("a", None), ((4, 8), (0, 4)), 1, 0) in pieces
+    assert (("b", None), ((0, 4), (0, 4)), 0, 1) in pieces
+    assert (("experts", 2), ((0, 6), (0, 4)), 1, 0) in pieces
+    replicas = deal({"a": (8, 4)}, [{"a": Placed((0, 0), (8, 4))}] * 3, 0)[0]
+    assert [(t.source, t.target) for t in replicas.collect] == [(0, 0)]
+    assert [(t.source, t.target) for t in replicas.hand_out] == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_large_matrices_are_taken_in_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pretrain.muon.ROUND_ELEMENTS", 12)
+    shapes = dict.fromkeys("abcdefg", (2, 4)) | {"z": (5, 8)}
+    here = {name: Placed((0, 0), shape) for name, shape in shapes.items()}
+    rounds = deal(shapes, [here, here], 0)
+    assert [[m.name for m in r.owned] for r in rounds] == [["z"], ["b"], ["d"], ["f"]]
+    mine = [[m.name for m in r.owned] for r in deal(shapes, [here, here], 1)]
+    assert mine == [["a"], ["c"], ["e"], ["g"]]
