@@ -22,8 +22,9 @@ from .transformer import Embedding, Head, Transformer, module_name, unit_names
 @dataclass(frozen=True)
 class UnitSize:
     """parameters: without vocabulary padding, each counted at its first unit (a tied head has
-    none).  flops: of the forward pass of one sequence; the head's are those of one depth.
-    activations: elements kept for backward per sequence, an estimate."""
+    none; what blocks share counts at the first block).  flops: of the forward pass of one sequence;
+    the head's are those of one depth.  activations: elements kept for backward per sequence, an
+    estimate."""
 
     parameters: int
     flops: int
@@ -72,6 +73,8 @@ def unit_sizes(config: ModelConfig, sequence_length: int) -> dict[str, UnitSize]
             sizes[name] = UnitSize(0, 0, 0)
             continue
         own = set(module.parameters()) - counted
+        if name == "blocks.0":
+            own |= set(model.shared.parameters())
         counted |= own
         tables = [m for m in module.modules() if isinstance(m, (Embedding, Head))]
         padded = sum(p in own for m in tables for p in m.parameters())

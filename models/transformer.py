@@ -23,6 +23,7 @@ from .linear import accumulation_dtype
 from .losses import Elsewhere, HeadOptions, Term, capped, chunked_head_loss
 from .mtp import MTPBlock, fork, tokens_ahead
 from .norms import NORMS, Role, Site
+from .shared import shared_modules
 
 
 def unit_names(config: ModelConfig) -> list[str]:
@@ -220,6 +221,7 @@ class Transformer(nn.Module):
                 if f"mtp_norms.{depth}" in present and wants_norm
             }
         )
+        self.shared = shared_modules(self)
         tied = self.embedding if config.tie_embeddings else None
         self.head = Head(config, tied) if "head" in present else None
 

@@ -123,12 +123,13 @@ def rank_units(placement: Placement, rank: int) -> set[str]:
 
 def shared_hosts(config: ModelConfig, placement: Placement) -> dict[str, tuple[int, ...]]:
     """Pipeline ranks that hold each parameter, for those with several: vocabulary matrices that
-    heads and multi-token-prediction blocks share, and a block that is repeated."""
+    heads and multi-token-prediction blocks share, a block that is repeated, and what all blocks
+    share."""
     hosts: dict[str, list[int]] = {}
     for rank in range(placement.num_ranks):
         units = rank_units(placement, rank)
-        with torch.device("meta"):  # blocks are on one rank each
-            part = Transformer(config, [u for u in units if not u.startswith("blocks.")])
+        with torch.device("meta"):
+            part = Transformer(config, units)
         for name in {logical_name(name, config) for name, _ in part.named_parameters()}:
             hosts.setdefault(name, []).append(rank)
     return {name: tuple(ranks) for name, ranks in sorted(hosts.items()) if len(ranks) > 1}
