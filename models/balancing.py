@@ -61,7 +61,8 @@ def router_z(logits: Tensor) -> Tensor:
     return logits.logsumexp(-1).square().sum()
 
 
-def entropy(probabilities: Tensor) -> Tensor:
-    """Σ over tokens of −Σ_e p_e log p_e: top-p routing needs it small, or it uses ever more experts
-    (Huang et al. 2024, arXiv 2403.07652)."""
-    return -probabilities.xlogy(probabilities).sum()
+def entropy(logits: Tensor) -> Tensor:
+    """Σ over tokens of −Σ_e p_e log p_e with p = softmax(logits): top-p routing needs it small, or
+    it uses ever more experts (Huang et al. 2024, arXiv 2403.07652)."""
+    logs = logits.log_softmax(-1)
+    return -(logs.exp() * logs).sum()
