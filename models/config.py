@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from .attention import AttentionConfig
 from .blocks import BLOCKS, PreNormBlock
+from .experts import MoE as MoE  # registers itself
 from .feedforward import FEEDFORWARDS, SwiGLU
 from .mtp import MTPConfig
 from .norms import NORMS, RMSNorm

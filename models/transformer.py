@@ -162,7 +162,9 @@ def build_block(config: ModelConfig, layer: int, backend: AttentionBackend) -> B
     attention = Attention(
         config.attention, config.hidden, layer, layers, head_norm, config.position, backend
     )
-    feedforward = FEEDFORWARDS.build(config.feedforward, config.hidden, layer, layers)
+    at = getattr(config.feedforward, "at", None)  # of kinds that differ from layer to layer
+    chosen = config.feedforward if at is None else at(layer)
+    feedforward = FEEDFORWARDS.build(chosen, config.hidden, layer, layers)
     block: Block = BLOCKS.build(config.block, layer, layers, attention, feedforward, norm)
     return block
 

@@ -109,7 +109,7 @@ def build_parallel_model(
     model = ParallelModel(config, mesh, part, hosts=hosts or {})
     model.plans.update({logical_name(name, config): plan for name, plan in plans.items()})
     apply_tensor_parallel(part, plans, mesh)
-    if mesh.size("tp") > 1 or options.compute_dtype is not None:
+    if mesh.size("tp") > 1 or mesh.size("ep") > 1 or options.compute_dtype is not None:
         compute_on_local(part, options.compute_dtype)
     for block in blocks(part):
         apply_recompute(block, parallel.recompute)
@@ -231,10 +231,11 @@ def shard_offsets(model: ParallelModel, name: str, parameter: Tensor) -> list[in
     """Where this rank's block of the stored tensor begins, per dimension."""
     plan, mesh = model.plans[name], model.mesh
     offsets = [0] * len(plan.shape)
-    block = list(plan.shape)
+    block = plan.local_shape(mesh.size("tp"), mesh.size("ep"))
     if plan.dim is not None:
-        block[plan.dim] //= mesh.size("tp")
         offsets[plan.dim] = mesh.rank("tp") * block[plan.dim]
+    if plan.expert:
+        offsets[0] = mesh.rank("ep") * block[0]
     if is_fully_sharded(parameter):
         rows = -(-block[0] // mesh.size("fsdp"))
         offsets[0] += min(mesh.rank("fsdp") * rows, block[0])

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from models.collectives import axis
+from models.experts import ExpertLinear
 from models.linear import Linear
 
 from .mesh import Mesh
@@ -136,7 +137,7 @@ def compute_on_local(model: nn.Module, compute_dtype: torch.dtype | None) -> Non
     (norms: at least fp32 where it matters; embedding and head: ``compute_dtype`` is set on them).
     """
     for module in model.modules():
-        dtype = compute_dtype if isinstance(module, Linear) else None
+        dtype = compute_dtype if isinstance(module, (Linear, ExpertLinear)) else None
         names = tuple(name for name, value in module._parameters.items() if value is not None)
         if names:
             specialise(module, ("local", names, dtype), _properties(names, dtype))
