@@ -14,15 +14,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .adarope import Granularity, LearnedTable, Temperature
 from .collectives import axis
-from .linear import accumulation_dtype
 from .registry import Registry
 from .rotary import (
+    FixedTable,
     HeadShape,
     Position,
     PositionContext,
     rope_frequencies,
-    rotate_half_split,
     wavelengths,
 )
 
@@ -33,24 +33,6 @@ Problems = list[tuple[str, str]]
 
 def _factor_problems(factor: float) -> Problems:
     return [] if factor >= 1 else [("factor", f"must be at least 1, got {factor}")]
-
-
-class FixedTable(Position):
-    """A rotation by constant frequencies, which its configuration gives."""
-
-    def rotate(self, q: Tensor, k: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
-        dtype = accumulation_dtype(q.dtype)
-        key = (self.config, self.shape.head_dim, dtype)
-        if key not in context.cache:
-            inverse = self.config.frequencies(self.shape.head_dim, dtype, q.device)
-            angle = context.positions.to(dtype).unsqueeze(-1) * inverse
-            if angle.dim() == 2:
-                angle = angle.unsqueeze(0)
-            angle = angle.unsqueeze(2)
-            magnitude = self.config.magnitude()
-            context.cache[key] = (angle.cos() * magnitude, angle.sin() * magnitude)
-        cos, sin = context.cache[key]
-        return rotate_half_split(q, cos, sin), rotate_half_split(k, cos, sin)
 
 
 @dataclass(frozen=True)
@@ -206,6 +188,69 @@ class YaRN(FixedTable):
 
         def magnitude(self) -> float:
             return 0.1 * math.log(self.factor) + 1.0
+
+
+def _start_problems(start: Any) -> Problems:
+    if isinstance(start, (RoPE.Config, PI.Config, NTK.Config, YaRN.Config)):
+        return []
+    text = f"must be a table without zeros (rope, pi, ntk, yarn), got {position_name(start)}"
+    return [("start", text)]
+
+
+@POSITIONS.register("adarope")
+class AdaRoPE(LearnedTable):
+    """Learned frequencies, per key/value head by default, and a learned temperature per query head
+    that grows with the number of keys (arXiv 2607.19363; docs/positions.md says what of this is
+    known from the paper).  At the start it computes what its ``start`` table does, bit for bit."""
+
+    @dataclass(frozen=True)
+    class Config:
+        start: Any = field(
+            default=RoPE.Config(),
+            metadata={"registry": POSITIONS, "help": "table that frequencies start from"},
+        )
+        granularity: Granularity = field(
+            default="kv_head", metadata={"help": "who shares learned frequencies"}
+        )
+        temperature: Temperature = field(
+            default="query", metadata={"help": "how queries grow with the number of keys"}
+        )
+        reference_length: int = field(
+            default=1, metadata={"help": "keys up to which the temperature is 1 (L₀)"}
+        )
+
+        def problems(self) -> Problems:
+            found = _start_problems(self.start)
+            if self.reference_length < 1:
+                found.append(("reference_length", f"must be positive, got {self.reference_length}"))
+            elif self.temperature == "none" and self.reference_length != 1:
+                text = "is set but temperature=none: it would be ignored"
+                found.append(("reference_length", text))
+            return found
+
+    def __init__(self, config: Config, shape: HeadShape) -> None:
+        super().__init__(
+            config, shape, config.granularity, config.temperature, config.reference_length
+        )
+
+
+@POSITIONS.register("lerope")
+class LeRoPE(LearnedTable):
+    """θ₀ · exp(a) with one learned log-scale per pair, shared by all heads and layers (arXiv
+    2607.10134): AdaRoPE's ``global`` granularity without temperatures."""
+
+    @dataclass(frozen=True)
+    class Config:
+        start: Any = field(
+            default=RoPE.Config(),
+            metadata={"registry": POSITIONS, "help": "table that frequencies start from"},
+        )
+
+        def problems(self) -> Problems:
+            return _start_problems(self.start)
+
+    def __init__(self, config: Config, shape: HeadShape) -> None:
+        super().__init__(config, shape, "global")
 
 
 @POSITIONS.register("alibi")

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from .linear import accumulation_dtype
+
 
 @dataclass(frozen=True)
 class HeadShape:
@@ -135,3 +137,21 @@ class LearnedRotation(torch.autograd.Function):
             d_frequencies += torch.einsum("bs,bsghf->gf", away, torque)
             results.append(back.flatten(2, 3).to(x.dtype))
         return results[0], results[1], d_frequencies, d_scale, None, None, None
+
+
+class FixedTable(Position):
+    """A rotation by constant frequencies, which its configuration gives."""
+
+    def rotate(self, q: Tensor, k: Tensor, context: PositionContext) -> tuple[Tensor, Tensor]:
+        dtype = accumulation_dtype(q.dtype)
+        key = (self.config, self.shape.head_dim, dtype)
+        if key not in context.cache:
+            inverse = self.config.frequencies(self.shape.head_dim, dtype, q.device)
+            angle = context.positions.to(dtype).unsqueeze(-1) * inverse
+            if angle.dim() == 2:
+                angle = angle.unsqueeze(0)
+            angle = angle.unsqueeze(2)
+            magnitude = self.config.magnitude()
+            context.cache[key] = (angle.cos() * magnitude, angle.sin() * magnitude)
+        cos, sin = context.cache[key]
+        return rotate_half_split(q, cos, sin), rotate_half_split(k, cos, sin)

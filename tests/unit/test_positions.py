@@ -27,6 +27,7 @@ from models.positions import (
     biases_scores,
 )
 from models.rotary import HeadShape
+from models.shared import shared_modules
 
 HEADS, DIM, LENGTH = 3, 16, 20
 
@@ -44,9 +45,23 @@ def rotate(config: Any, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor
 
 
 def rotate_in(context: SequenceContext, config: Any, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    shape = HeadShape(q.shape[-1], q.shape[2], k.shape[2])
-    found: tuple[Tensor, Tensor] = POSITIONS.build(config, shape).rotate(q, k, context)
+    found: tuple[Tensor, Tensor] = built(config, q, k).rotate(q, k, context)
     return found
+
+
+def built(config: Any, q: Tensor, k: Tensor) -> Any:
+    """The encoding of these heads; what it learns is far from its start."""
+    module = POSITIONS.build(config, HeadShape(q.shape[-1], q.shape[2], k.shape[2]))
+    shared_modules(module)
+    return randomized(module, 0.3)
+
+
+def randomized(module: Any, std: float) -> Any:
+    g = torch.Generator().manual_seed(5)
+    holders = [module, *getattr(module, "_shared", ())]
+    for parameter in (p for holder in holders for p in holder.parameters()):
+        parameter.data = torch.randn(parameter.shape, generator=g, dtype=torch.float64) * std
+    return module
 
 
 def table(config: Any, dim: int, dtype: torch.dtype = torch.float64) -> Tensor:
