@@ -289,6 +289,10 @@ def evaluate_head(
     return result
 
 
+def _nowhere(x: Tensor, g: Tensor) -> None:
+    pass
+
+
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -302,6 +306,8 @@ class _ChunkedHead(torch.autograd.Function):
         elsewhere: Elsewhere | None,
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        if not ctx.needs_input_grad[1]:
+            elsewhere = _nowhere  # the weight is frozen
         result = evaluate_head(hidden, weight, fields, terms, options, wanted, elsewhere)
         sums.update(result.sums)
         ctx.gradients = (result.d_hidden, result.d_weight)

@@ -11,11 +11,11 @@ Every reduction is a sum.  A parameter's gradient is summed over
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .apply import ParallelModel, local_tensor
@@ -33,6 +33,11 @@ def local_gradient(parameter: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
+def trained_parameters(model: ParallelModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those that have a gradient: all that are not frozen."""
+    return (item for item in model.named_parameters() if item[1].requires_grad)
+
+
 def reduce_gradients(model: ParallelModel) -> None:
     """Complete every gradient; call once per step, after the last backward pass."""
     for axis in ("data", "edp", "tp"):
@@ -47,7 +52,7 @@ def _gradients_over(model: ParallelModel, axis: str) -> list[Tensor]:
     """``edp``: of the parameters that ``ep`` shards, which are not summed over ``data``."""
     chosen = []
     divided = model.mesh.size("ep") > 1
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained_parameters(model):
         plan = model.plans[name]
         if axis == "tp":
             wanted = plan.partial
@@ -90,7 +95,10 @@ def _sum_over_hosts(model: ParallelModel, name: str, hosts: tuple[int, ...]) -> 
         return
     group = model.mesh.group("pp")
     assert group is not None
-    gradient = local_gradient(dict(model.named_parameters())[name])
+    parameter = dict(model.named_parameters())[name]
+    if not parameter.requires_grad:
+        return
+    gradient = local_gradient(parameter)
     assert gradient.is_contiguous()
     # In parts: a vocabulary matrix from every other host at once would be the largest thing here.
     for part in gradient.view(-1).split(_BUCKET_BYTES // gradient.element_size()):
@@ -131,7 +139,7 @@ def counted_here(model: ParallelModel, name: str, parameter: Tensor) -> bool:
 def gradient_norm(model: ParallelModel) -> Tensor:
     """‖g‖₂ of the whole gradient (float64 scalar), each element counted once in the world."""
     squares = torch.zeros((), dtype=torch.float64, device=model.mesh.device)
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained_parameters(model):
         if counted_here(model, name, parameter):
             gradient = local_gradient(parameter)
             if gradient.numel():
@@ -142,7 +150,7 @@ def gradient_norm(model: ParallelModel) -> Tensor:
 
 
 def scale_gradients(model: ParallelModel, factor: Tensor | float) -> None:
-    for _, parameter in model.named_parameters():
+    for _, parameter in trained_parameters(model):
         local_gradient(parameter).mul_(factor)
 
 
@@ -193,7 +201,7 @@ def full_gradients(model: ParallelModel) -> dict[str, Tensor]:
     """Every whole gradient of this rank's stages, by logical name (collective)."""
     return {
         name: full_tensor(model, name, local_gradient(parameter), is_fully_sharded(parameter))
-        for name, parameter in model.named_parameters()
+        for name, parameter in trained_parameters(model)
     }
 
 

@@ -62,13 +62,14 @@ class WeightGradients:
         """For a head: later while gradients are collected, otherwise at once into the stored
         gradient, so that nothing as large as the vocabulary matrix is made per micro-batch.  None
         where fully_shard must see the gradient, or where the stored one is too narrow for sums."""
-        owed = self._open
+        parameter, owed = owner._parameters["weight"], self._open
+        assert parameter is not None
+        if not parameter.requires_grad:
+            return None
         if owed is not None:
             return lambda x, g: owed.append(Owed(weight, x.detach(), g.clone()))
-        parameter = owner._parameters["weight"]
-        assert parameter is not None
         narrow = parameter.dtype != accumulation_dtype(parameter.dtype)
-        if narrow or not parameter.requires_grad or isinstance(owner, FSDPModule):
+        if narrow or isinstance(owner, FSDPModule):
             return None
         return partial(_accumulate, parameter)
 
@@ -103,7 +104,9 @@ class _SplitLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         module, d_weight = ctx.module, None
         late = module.weight_gradients.late(lambda: module.weight)
-        if late is None:
+        if not ctx.needs_input_grad[1]:
+            pass  # frozen
+        elif late is None:
             d_weight = grad.flatten(0, -2).T @ x.flatten(0, -2)
         else:
             late(x, grad)

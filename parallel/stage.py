@@ -123,6 +123,15 @@ class _Saved:
     totals: list[Tensor]
     outputs: list[Tensor]
 
+    def run_backward(self, grad_output: Tensor | Sequence[Tensor] | None) -> None:
+        """From the losses and what came back for the outputs; nothing where all is frozen."""
+        ends: list[tuple[Tensor, Tensor | None]] = [(total, None) for total in self.totals]
+        ends += zip(self.outputs, _many(grad_output), strict=True)
+        needed = [end for end in ends if end[0].requires_grad]
+        if needed:
+            tensors, gradients = zip(*needed, strict=True)
+            torch.autograd.backward(tensors, gradients)
+
 
 class Stage:
     """Runs stage ``number`` of ``placement`` on the micro-batches of one optimizer step.
@@ -230,8 +239,7 @@ class Stage:
         saved = self._saved.pop(index)
         self._backwards += 1
         self.weights.before_backward(self.roots, self.number)
-        given = [None] * len(saved.totals) + list(_many(grad_output))
-        torch.autograd.backward(saved.totals + saved.outputs, given)
+        saved.run_backward(grad_output)
         return _few([_gradient(tensor) for tensor in saved.inputs])
 
     def backward_input(
@@ -240,9 +248,8 @@ class Stage:
         """As ``backward``, but linear maps keep what their weight gradients are made of."""
         saved = self._saved.pop(index)
         self.weights.before_input_gradients(self.roots)
-        given = [None] * len(saved.totals) + list(_many(grad_output))
         with self.weights.gradients.collect() as self._late[index]:
-            torch.autograd.backward(saved.totals + saved.outputs, given)
+            saved.run_backward(grad_output)
         return _few([_gradient(tensor) for tensor in saved.inputs])
 
     def backward_weight(self, index: int) -> None:
