@@ -177,8 +177,9 @@ MTP_PLANS: list[dict[str, Any]] = [
 MOVES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "tp2pp2-to-dp4": ([{"tp": 2, "pp": 2}, {"dp": 4}], {}),
     "fsdp2-to-single": ([{"fsdp": 2}, {"dp": 1}], {}),
-    "mtp-plans": (MTP_PLANS, {"mtp": {"depth": 2}}),
-    "mtp-plans-tied": (MTP_PLANS, {"mtp": {"depth": 2}, "tie_embeddings": True}),
+    "muon-fsdp2-to-tp2": ([{"fsdp": 2}, {"tp": 2}], {"optimizer": {"matrices": "muon"}}),
+    "mtp-plans": (MTP_PLANS, {"model": {"mtp": {"depth": 2}}}),
+    "mtp-plans-tied": (MTP_PLANS, {"model": {"mtp": {"depth": 2}, "tie_embeddings": True}}),
 }
 
 
@@ -190,8 +191,9 @@ def test_a_run_goes_on_under_another_layout(tmp_path: Path, move: str) -> None:
     """Killed under one layout, finished under another: the loss curve of one process."""
     tiny_dataset(tmp_path / "data")
     tree = tiny_config(tmp_path, steps=24, parallel={"dp": 1})
-    layouts, model = MOVES[move]
-    tree |= {"metrics": {"every": 1, "trackers": []}, "model": tree["model"] | model}
+    layouts, changes = MOVES[move]
+    tree |= {"metrics": {"every": 1, "trackers": []}}
+    tree |= {section: tree.get(section, {}) | keys for section, keys in changes.items()}
     finish({**tree, "name": "undisturbed"})
     for layout in layouts[:-1]:
         kill_after_a_checkpoint({**tree, "name": "moved", "parallel": layout})

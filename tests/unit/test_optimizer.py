@@ -140,34 +140,6 @@ def test_state_names_and_storage() -> None:
     assert all(local.grad is None for local in optimizer.local.values())
 
 
-def test_restored_state_goes_on_bitwise() -> None:
-    model = plain_model()
-    optimizer = ShardedOptimizer(model, CONFIG, "torch")
-    weights: dict[str, Tensor] = {}
-    moments: dict[str, Tensor] = {}
-    for step in range(len(RATES)):
-        if step == 2:
-            weights = {n: p.detach().clone() for n, p in model.named_parameters()}
-            moments = {n: m.clone() for n, m in optimizer.state_tensors().items()}
-        plain_step(optimizer, step)
-    other = plain_model()
-    for name, parameter in other.named_parameters():
-        parameter.detach().copy_(weights[name])
-    resumed = ShardedOptimizer(other, CONFIG, "torch")
-    for name, value in resumed.state_tensors().items():
-        value.copy_(moments[name])
-    resumed.restore(2)
-    for step in (2, 3):
-        plain_step(resumed, step)
-    assert resumed.steps == optimizer.steps == 4
-    wanted = dict(model.named_parameters())
-    assert all(p.equal(wanted[n]) for n, p in other.named_parameters())
-    forgetful = ShardedOptimizer(other, CONFIG, "torch")
-    forgetful.restore(2)  # without its moments
-    plain_step(forgetful, 3)
-    assert not other.part.head.weight.equal(wanted["head.weight"])
-
-
 LAYOUTS = [ParallelConfig(fsdp=3), ParallelConfig(dp=3)]
 
 
@@ -332,3 +304,32 @@ def test_large_matrices_are_taken_in_rounds(monkeypatch: pytest.MonkeyPatch) -> 
     assert [[m.name for m in r.owned] for r in rounds] == [["z"], ["b"], ["d"], ["f"]]
     mine = [[m.name for m in r.owned] for r in deal(shapes, [here, here], 1)]
     assert mine == [["a"], ["c"], ["e"], ["g"]]
+
+
+@pytest.mark.parametrize("config", [CONFIG, MUON], ids=lambda config: config.matrices)
+def test_restored_state_goes_on_bitwise(config: OptimizerConfig) -> None:
+    model = plain_model()
+    optimizer = ShardedOptimizer(model, config, "torch")
+    weights: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
+    for step in range(len(RATES)):
+        if step == 2:
+            weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+            moments = {n: m.clone() for n, m in optimizer.state_tensors().items()}
+        plain_step(optimizer, step)
+    other = plain_model()
+    for name, parameter in other.named_parameters():
+        parameter.detach().copy_(weights[name])
+    resumed = ShardedOptimizer(other, config, "torch")
+    for name, value in resumed.state_tensors().items():
+        value.copy_(moments[name])
+    resumed.restore(2)
+    for step in (2, 3):
+        plain_step(resumed, step)
+    assert resumed.steps == optimizer.steps == 4
+    wanted = dict(model.named_parameters())
+    assert all(p.equal(wanted[n]) for n, p in other.named_parameters())
+    forgetful = ShardedOptimizer(other, config, "torch")
+    forgetful.restore(2)  # without its moments
+    plain_step(forgetful, 3)
+    assert not other.part.head.weight.equal(wanted["head.weight"])
