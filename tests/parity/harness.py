@@ -17,8 +17,9 @@ from torch import Tensor
 from models.attention import AttentionConfig
 from models.config import ModelConfig
 from models.feedforward import SwiGLU
+from models.initialize import normal_
 from models.losses import IGNORE
-from parallel.apply import BuildOptions, ParallelModel
+from parallel.apply import BuildOptions, ParallelModel, local_tensor, shard_offsets
 from parallel.gradients import full_gradients, gradient_norm
 from parallel.mesh import ParallelConfig, build_mesh
 from parallel.pipeline.units import Placement
@@ -106,9 +107,13 @@ def options_of(case: Case) -> BuildOptions:
 
 
 def enlarge(model: ParallelModel) -> None:
-    """Larger weights than the default: gradients of every parameter must be far from rounding."""
+    """Larger weights than the default: gradients of every parameter must be far from rounding.
+    What positions learn starts at 0, where mistakes cancel."""
     for name, parameter in model.named_parameters():
-        if parameter.dim() > 1 and "embedding" not in name and "head" not in name:
+        if ".position." in name:
+            offsets, shape = shard_offsets(model, name, parameter), model.plans[name].shape
+            normal_(local_tensor(parameter), 1, name, offsets, shape, 0.2)
+        elif parameter.dim() > 1 and "embedding" not in name and "head" not in name:
             parameter.detach().mul_(5)
 
 

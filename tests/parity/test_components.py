@@ -10,7 +10,7 @@ import pytest
 from models.blocks import BLOCKS
 from models.feedforward import FEEDFORWARDS
 from models.norms import NORMS
-from models.positions import POSITIONS
+from models.positions import POSITIONS, AdaRoPE
 from parallel.mesh import ParallelConfig, PipelineConfig
 from tests.parity.harness import SMALL, Case, assert_parity, run_together
 
@@ -39,6 +39,12 @@ def component_cases() -> dict[str, Any]:
     } | {
         "qkv-bias": replace(SMALL, attention=replace(SMALL.attention, qkv_bias=True)),
         "softcap": replace(SMALL, logit_softcap=5.0),
+        **{
+            f"adarope-{g}-{t}": replace(
+                SMALL, position=AdaRoPE.Config(granularity=g, temperature=t)
+            )
+            for g, t in (("none", "query"), ("global", "context"), ("layer", "power"))
+        },
         "wide-residual": replace(SMALL, residual_dtype="float32"),
     }
 

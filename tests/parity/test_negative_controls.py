@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from models.adarope import LearnedTable
+from models.positions import AdaRoPE, LeRoPE
 from parallel import gradients
 from parallel.apply import local_tensor
 from parallel.mesh import ParallelConfig
@@ -22,6 +24,8 @@ from tests.parity.harness import SMALL, Case, assert_parity
 pytestmark = pytest.mark.parity
 
 TIED = replace(SMALL, tie_embeddings=True)
+ADAROPE = replace(SMALL, position=AdaRoPE.Config())
+LEROPE = replace(SMALL, position=LeRoPE.Config())
 DP2 = Case(world=2, micro_batches=2, parallel=ParallelConfig(dp=2))
 FSDP2 = Case(world=2, micro_batches=2, parallel=ParallelConfig(fsdp=2))
 FSDP2_KEEP = replace(FSDP2, parallel=ParallelConfig(fsdp=2, reshard_after_forward=False))
@@ -102,6 +106,19 @@ def skip_last_synchronisation(engine: Engine) -> None:
     weights.expect = expect  # type: ignore[method-assign]
 
 
+def detach_frequencies(engine: Engine) -> None:
+    """Tables from a copy of what is learned: the loss is right and nothing ever learns."""
+    for module in engine.model.part.modules():
+        if isinstance(module, LearnedTable):
+            inner = module.frequencies
+            module.frequencies = lambda *args, inner=inner: inner(*args).detach()  # type: ignore[method-assign, misc]
+
+
+def keep_shared_table_apart(engine: Engine) -> None:
+    """Each stage trains its own copy of the table that all layers share."""
+    del engine.model.hosts["shared.position.log_scale"]
+
+
 CONTROLS: dict[str, tuple[Case, Callable[[Engine], None]]] = {
     "dropped-data-reduction": (DP2, drop_data_reduction),
     "dropped-sequence-reduction": (TP2_SP, drop_partial_reduction),
@@ -112,6 +129,8 @@ CONTROLS: dict[str, tuple[Case, Callable[[Engine], None]]] = {
     "tied-weight-counted-twice": (PP2_TIED, count_shared_weight_twice),
     "identical-shards": (TP2_SP, initialise_shards_alike),
     "dropped-block": (PP2, drop_a_block),
+    "detached-frequencies": (replace(DP2, model=ADAROPE), detach_frequencies),
+    "unshared-table": (replace(PP2, model=LEROPE), keep_shared_table_apart),
     "never-synchronised": (FSDP2_KEEP, skip_last_synchronisation),
 }
 
