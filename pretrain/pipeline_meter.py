@@ -77,8 +77,10 @@ class PipelineMeter:
     def _cost_file(self, step: int, costs: Any) -> str:
         """A file for ``parallel.pipeline.costs`` and for planning."""
         lines = [f"# seconds per micro-batch, measured in step {step}", "units:"]
-        for name, (forward, backward) in whole_heads(costs, self.engine.placement).items():
-            lines.append(f"  {name}: {{forward: {forward:.6g}, backward: {backward:.6g}}}")
+        for name, cost in whole_heads(costs, self.engine.placement).items():
+            fixed = f", fixed: {cost.fixed:.6g}" if cost.fixed else ""
+            times = f"forward: {cost.forward:.6g}, backward: {cost.backward:.6g}{fixed}"
+            lines.append(f"  {name}: {{{times}}}")
         return "\n".join(lines) + "\n"
 
     def _rebalance(self, costs: Any, micro_batches: int) -> str:

@@ -78,7 +78,7 @@ def planner_lines(table: PlannerTable) -> list[str]:
     rows = [("planner", "schedule", "load", "bubble", "memory", "hosts", "step", "tokens/s",
              "adahc is")]  # fmt: skip
     for entry in comparison.entries:
-        step = entry.makespan * table.scale
+        step = entry.step * table.scale
         timed = table.unit == "s"
         rows.append((
             entry.planner + ("" if entry.runs else " *"),
@@ -89,7 +89,7 @@ def planner_lines(table: PlannerTable) -> list[str]:
             str(entry.hosts),
             f"{step:.4g}",
             f"{table.tokens / step:,.0f}" if timed else "-",
-            f"×{entry.makespan / best.makespan:.3f}" if best else "-",
+            f"×{entry.step / best.step:.3f}" if best else "-",
         ))  # fmt: skip
     lines = _aligned(rows)
     seconds = "seconds" if table.unit == "s" else "FLOPs of one rank"
@@ -130,7 +130,7 @@ def planner_json(table: PlannerTable) -> dict[str, Any]:
 
 def _entry(entry: Entry, table: PlannerTable) -> dict[str, Any]:
     comparison, simulation = table.comparison, entry.simulation
-    best, step = comparison.entry("adahc"), entry.makespan * table.scale
+    best, step = comparison.entry("adahc"), entry.step * table.scale
     try:
         layout = write_layout(entry.placement)
     except ValueError:
@@ -140,7 +140,7 @@ def _entry(entry: Entry, table: PlannerTable) -> dict[str, Any]:
         "runs": entry.runs,
         "step": step,
         "tokens_per_second": table.tokens / step if table.unit == "s" else None,
-        "times_adahc": entry.makespan / best.makespan if best else None,
+        "times_adahc": entry.step / best.step if best else None,
         "load": max(entry.loads) * table.scale,
         "load_over_bound": max(entry.loads) / comparison.bound,
         "loads": [load * table.scale for load in entry.loads],

@@ -1,8 +1,8 @@
 """Adaptive head chunking: heads cut into token chunks that go to whichever ranks have room.
 
 The load of the busiest rank is not enough to choose by: a schedule also fills and drains.  So the
-best layouts of every kind, hand-made ones included, are scheduled, and the one with the least
-simulated makespan wins.
+best layouts of every kind, hand-made ones included, are scheduled, and the one with the shortest
+simulated step wins.
 """
 
 from __future__ import annotations
@@ -28,16 +28,22 @@ COPY_COST = 0.002  # what each further copy of the head must gain: it takes memo
 
 @dataclass(frozen=True)
 class Planned:
-    """A placement with its schedule for the request's micro-batches."""
+    """A placement with its schedule for the request's micro-batches.  ``exchange``: time behind the
+    last action, see ``Simulation``."""
 
     placement: Placement
     orders: Orders
     makespan: float
+    exchange: float
+
+    @property
+    def step(self) -> float:
+        return self.makespan + self.exchange
 
 
 @register("adahc")
 def adahc(request: PlanRequest) -> Placement:
-    """The placement of the least simulated makespan under ``request.schedule``."""
+    """The placement of the shortest simulated step under ``request.schedule``."""
     return best_plan(request).placement
 
 
@@ -76,7 +82,7 @@ class _Choice:
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.costs = request, request.known_costs("adahc")
         self.best: Planned | None = None
-        self.least = math.inf  # makespan of the best, and what it asks for besides
+        self.least = math.inf  # step of the best, and what it asks for besides
         self.refusal = ""
 
     def consider(self, placements: Iterable[Placement], enough: int | None = None) -> None:
@@ -85,6 +91,7 @@ class _Choice:
         for placement in placements:
             dear = _dear(placement)
             ideal = max(self.costs.rank_loads(placement)) * self.request.microbatches
+            ideal += self.costs.step_exchange(placement)
             if accepted == enough or ideal * dear >= self.least:
                 continue
             try:
@@ -93,8 +100,8 @@ class _Choice:
                 self.refusal = str(error)
                 continue
             accepted += 1
-            if planned.makespan * dear < self.least:
-                self.best, self.least = planned, planned.makespan * dear
+            if planned.step * dear < self.least:
+                self.best, self.least = planned, planned.step * dear
 
 
 def hand_made_placements(request: PlanRequest) -> list[Placement]:
@@ -123,7 +130,7 @@ def plan_within(request: PlanRequest, placement: Placement) -> Planned:
         most = max(peak_bytes(run, orders, costs))
         if most > limit:
             raise ValueError(f"a rank needs {most:.4g} bytes, more than {limit:.4g}")
-    return Planned(placement, orders, run.makespan)
+    return Planned(placement, orders, run.makespan, costs.step_exchange(placement))
 
 
 def _in_flight_limits(request: PlanRequest, placement: Placement) -> list[int] | None:
@@ -151,11 +158,11 @@ def _in_flight_limits(request: PlanRequest, placement: Placement) -> list[int] |
 
 def _ranked(request: PlanRequest, placements: Iterable[Placement]) -> list[Placement]:
     """Placements by about the time that a step takes, the fastest first."""
-    timed = []
+    timed, costs = [], request.known_costs("adahc")
     for number, placement in enumerate(placements):
-        costs = request.known_costs("adahc")
         program = program_of(placement, costs, request.network, request.split)
         time = quick_time(program, request.microbatches, request.split)
         if time is not None:
+            time += costs.step_exchange(placement)
             timed.append((time * _dear(placement), number, placement))
     return [placement for _, _, placement in sorted(timed, key=lambda entry: entry[:2])]

@@ -105,7 +105,7 @@ def _cut(planner: str, request: PlanRequest, groups: Groups) -> Placement:
             f"keeps whole ({sum(g[0].kind == BLOCK for g in groups)} blocks among them); use fewer "
             "stages"
         )
-    cuts = balanced_cuts([sum(costs[unit].load for unit in group) for group in groups], count)
+    cuts = balanced_cuts([costs.together(group).load for group in groups], count)
     order = {unit: i for i, unit in enumerate(request.units)}
     stages = [[unit for group in groups[a:b] for unit in group] for a, b in pairwise(cuts)]
     return _place(request, [sorted(stage, key=order.__getitem__) for stage in stages])
@@ -197,7 +197,8 @@ def vocabulary_parallel(request: PlanRequest) -> tuple[Placement, CostTable]:
     """Every head divided by vocabulary over all ranks, blocks re-balanced: to simulate, not to run.
 
     The piece of a rank is modelled as one head chunk that reads all rows: the gradient of the
-    hidden states is there when the last rank has finished its piece.
+    hidden states is there when the last rank has finished its piece.  Pieces of the weight are on
+    one rank each and share nothing.
     """
     costs, ranks = request.known_costs("vocab"), request.num_ranks
     units = tuple(model_units(_blocks(request), request.mtp_depth, ranks))
@@ -206,14 +207,15 @@ def vocabulary_parallel(request: PlanRequest) -> tuple[Placement, CostTable]:
     groups[last] = [*groups[last], Unit(NORM)]
     if len(groups) < ranks:
         raise ValueError(f"planner vocab cannot fill {ranks} stages with {len(groups)} pieces")
-    cuts = balanced_cuts([sum(costs[unit].load for unit in group) for group in groups], ranks)
+    cuts = balanced_cuts([costs.together(group).load for group in groups], ranks)
     trunk = [tuple(unit for group in groups[a:b] for unit in group) for a, b in pairwise(cuts)]
     heads = [Unit(HEAD, k, r) for k in range(request.mtp_depth + 1) for r in range(ranks)]
     table = {unit: costs[unit] for unit in request.units if unit.kind != HEAD}
     for unit in heads:
         chunk = costs[Unit(HEAD, unit.index)]
         shared = tuple((name, size / ranks) for name, size in chunk.shared_bytes)
-        table[unit] = replace(chunk.times(request.head_chunks / ranks), shared_bytes=shared)
+        piece = chunk.times(request.head_chunks / ranks)
+        table[unit] = replace(piece, fixed=chunk.fixed / ranks, shared_bytes=shared)
         norm = Unit(NORM, unit.index)  # each rank reads all rows, not a share of them
         table[norm] = replace(costs[norm], output_bytes=costs[norm].output_bytes * ranks)
     placement = Placement(
@@ -222,7 +224,9 @@ def vocabulary_parallel(request: PlanRequest) -> tuple[Placement, CostTable]:
         (*range(ranks), *(unit.chunk for unit in heads)),
         request.mtp_input,
     )
-    return placement, CostTable(by_unit=table)
+    pieces = {name for unit in heads for name, _ in costs[Unit(HEAD, unit.index)].shared_bytes}
+    whole = {name: time for name, time in costs.exchange.items() if name not in pieces}
+    return placement, CostTable(by_unit=table, exchange=whole)
 
 
 def _blocks(request: PlanRequest) -> int:

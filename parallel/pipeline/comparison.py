@@ -29,8 +29,8 @@ class Entry:
     simulation: Simulation
 
     @property
-    def makespan(self) -> float:
-        return self.simulation.makespan
+    def step(self) -> float:
+        return self.simulation.step
 
     @property
     def hosts(self) -> int:
@@ -119,4 +119,4 @@ def halved(request: PlanRequest) -> PlanRequest:
     for block in blocks:
         half = replace(costs[block].times(0.5), output_bytes=costs[block].output_bytes)
         table |= {Unit(BLOCK, 2 * block.index): half, Unit(BLOCK, 2 * block.index + 1): half}
-    return replace(request, units=tuple(units), costs=CostTable(by_unit=table))
+    return replace(request, units=tuple(units), costs=replace(costs, by_kind={}, by_unit=table))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
@@ -17,8 +18,11 @@ class UnitCost:
     """One unit and one micro-batch: times in seconds (or FLOPs), sizes in bytes.
 
     ``backward`` is the whole backward pass; ``weight_share`` is the part of it that computes weight
-    gradients (action W, or HW).  ``activation_bytes`` stay from the forward to the backward action,
-    ``output_bytes`` cross to the next stage, ``workspace_bytes`` exist during an action alone.
+    gradients (action W, or HW).  ``fixed`` comes on top, once for all chunks of a head that a stage
+    has, however few: the vocabulary matrix is read and its gradient updated whole.  It is divided
+    among forward, backward and weight gradient as the rest is.  ``activation_bytes`` stay from the
+    forward to the backward action, ``output_bytes`` cross to the next stage, ``workspace_bytes``
+    exist during an action alone.
     ``parameter_bytes`` are this unit's own, with all that goes with them (gradients, optimizer
     state); ``shared_bytes`` are (name, bytes) of what a rank holds once for all units that name it.
     """
@@ -26,6 +30,7 @@ class UnitCost:
     forward: float = 0.0
     backward: float = 0.0
     weight_share: float = 0.5
+    fixed: float = 0.0
     activation_bytes: float = 0.0
     parameter_bytes: float = 0.0
     output_bytes: float = 0.0
@@ -42,7 +47,7 @@ class UnitCost:
 
     @property
     def load(self) -> float:
-        """Forward and backward together: what planners balance."""
+        """Forward and backward together, without ``fixed``."""
         return self.forward + self.backward
 
     def duration(self, kind: Kind, split: bool = False) -> float:
@@ -55,8 +60,8 @@ class UnitCost:
         return {F: self.forward, B: self.backward, W: weight, HW: weight}[kind]
 
     def times(self, factor: float) -> UnitCost:
-        """So many times the work and the bytes; what is shared stays."""
-        own = ("weight_share", "shared_bytes")
+        """So many times the work and the bytes; what is fixed or shared stays."""
+        own = ("weight_share", "fixed", "shared_bytes")
         return replace(
             self, **{name: value * factor for name, value in vars(self).items() if name not in own}
         )
@@ -77,12 +82,29 @@ def _together(costs: Sequence[UnitCost], output_bytes: float) -> UnitCost:
     )
 
 
+def _with_fixed(costs: Sequence[UnitCost]) -> UnitCost:
+    """All chunks of one head on one stage, with what they cost once."""
+    fixed = max(cost.fixed for cost in costs)
+    cost = costs[0] if len(costs) == 1 else _together(costs, 0.0)
+    if not fixed:
+        return cost
+    early = cost.forward / cost.load if cost.load else 0.0
+    return replace(
+        cost, forward=cost.forward + fixed * early, backward=cost.backward + fixed * (1 - early)
+    )
+
+
 @dataclass(frozen=True)
 class CostTable:
-    """Costs by unit, else by unit kind (``E t n m h``); ``ValueError`` for a unit with neither."""
+    """Costs by unit, else by unit kind (``E t n m h``); ``ValueError`` for a unit with neither.
+
+    ``exchange``: by name of ``shared_bytes``, the time that each rank with a copy of these weights
+    spends per step on the gradient of every other copy.
+    """
 
     by_kind: Mapping[str, UnitCost] = field(default_factory=dict)
     by_unit: Mapping[Unit, UnitCost] = field(default_factory=dict)
+    exchange: Mapping[str, float] = field(default_factory=dict)
 
     def __getitem__(self, unit: Unit) -> UnitCost:
         cost = self.by_unit.get(unit) or self.by_kind.get(unit.kind)
@@ -94,12 +116,25 @@ class CostTable:
         """All times multiplied by ``factor``, for instance one over FLOP/s."""
 
         def scale(cost: UnitCost) -> UnitCost:
-            return replace(cost, forward=cost.forward * factor, backward=cost.backward * factor)
+            return replace(
+                cost,
+                forward=cost.forward * factor,
+                backward=cost.backward * factor,
+                fixed=cost.fixed * factor,
+            )
 
         return CostTable(
             {kind: scale(cost) for kind, cost in self.by_kind.items()},
             {unit: scale(cost) for unit, cost in self.by_unit.items()},
+            {name: time * factor for name, time in self.exchange.items()},
         )
+
+    def together(self, units: Iterable[Unit]) -> UnitCost:
+        """Units on one stage; its ``output_bytes`` are none."""
+        alike: dict[tuple[str, int], list[UnitCost]] = {}
+        for unit in units:
+            alike.setdefault((unit.kind, unit.index), []).append(self[unit])
+        return _together([_with_fixed(costs) for costs in alike.values()], 0.0)
 
     def stage(self, placement: Placement, stage: int) -> UnitCost:
         """The sum over a stage's units; ``output_bytes`` counts every edge that leaves it."""
@@ -107,7 +142,7 @@ class CostTable:
             self[edge.producer].output_bytes * float(edge.share)
             for edge in placement.outputs[stage]
         )
-        return _together([self[unit] for unit in placement.stages[stage]], crossing)
+        return replace(self.together(placement.stages[stage]), output_bytes=crossing)
 
     def rank_loads(self, placement: Placement) -> tuple[float, ...]:
         """Forward plus backward time of one micro-batch, per rank."""
@@ -118,16 +153,30 @@ class CostTable:
 
     def rank_parameters(self, placement: Placement) -> tuple[float, ...]:
         """Bytes of parameters per rank; what units share counts once on each rank that has one."""
-        held = []
-        for rank in range(placement.num_ranks):
-            units = [u for stage in placement.stages_of(rank) for u in placement.stages[stage]]
-            cost = _together([self[unit] for unit in units], 0.0)
-            held.append(cost.parameter_bytes + sum(size for _, size in cost.shared_bytes))
-        return tuple(held)
+        return tuple(
+            sum(self[unit].parameter_bytes for unit in units) + sum(self._shared(units).values())
+            for units in map(placement.units_of, range(placement.num_ranks))
+        )
+
+    def step_exchange(self, placement: Placement) -> float:
+        """Time behind the last action of a step: copies of shared weights add up their gradients.
+
+        All copies of one weight exchange at once, one weight after another.
+        """
+        held = [self._shared(placement.units_of(rank)) for rank in range(placement.num_ranks)]
+        copies = Counter(name for names in held for name in names)
+        return max(
+            sum((copies[name] - 1) * self.exchange.get(name, 0.0) for name in names)
+            for names in held
+        )
+
+    def _shared(self, units: Iterable[Unit]) -> dict[str, float]:
+        return dict(pair for unit in units for pair in self[unit].shared_bytes)
 
     def bound(self, units: Iterable[Unit], num_ranks: int) -> float:
-        """The least time of one micro-batch on the busiest rank: perfect balance."""
-        return sum(self[unit].load for unit in units) / num_ranks
+        """The least time of one micro-batch on the busiest rank: perfect balance, whole heads'
+        fixed costs."""
+        return self.together(units).load / num_ranks
 
 
 @dataclass(frozen=True)
@@ -147,15 +196,20 @@ class Network:
 INSTANT = Network()
 
 
+SHARED = ("embedding", "head", "vocabulary", "mtp")  # vocabulary: embedding and head in one
+
+
 def given_costs(document: Mapping[str, Any], units: Sequence[Unit]) -> tuple[CostTable, Network]:
     """Costs written by hand, for exactly the ``units`` of a model.
 
     ``{"units": {"t": 1, "t0": {"forward": 2, "backward": 3}, "m": 1.1, "h": 2}, "latency": 0.03}``:
     a key is a kind or one unit (``t0``, ``m1``, ``h1``), a number is the forward time, and backward
-    is twice that unless given.  ``h`` is a whole head; chunks divide it.  ``E`` and ``n`` are free
-    unless given.  ``ValueError`` says which entry is wrong or missing.
+    is twice that unless given.  ``h`` is a whole head; chunks divide it, all but ``fixed``, which
+    each stage with chunks of it pays on top.  ``E`` and ``n`` are free unless given.
+    ``{"exchange": {"head": 0.1}}``: per step and further copy of shared weights (``SHARED``).
+    ``ValueError`` says which entry is wrong or missing.
     """
-    allowed = {"units": None, "latency": None, "bandwidth": None}
+    allowed = dict.fromkeys(("units", "latency", "bandwidth", "exchange"))
     for key in document:
         lookup("entry of the cost table", allowed, key)
     chunks = sum(unit.kind == HEAD and unit.index == 0 for unit in units)
@@ -181,7 +235,20 @@ def given_costs(document: Mapping[str, Any], units: Sequence[Unit]) -> tuple[Cos
         by_unit[unit] = cost
     network = {key: _number(key, document[key]) for key in ("latency", "bandwidth")
                if key in document}  # fmt: skip
-    return CostTable(by_unit=by_unit), Network(**network)
+    return CostTable(by_unit=by_unit, exchange=_exchange(document)), Network(**network)
+
+
+def _exchange(document: Mapping[str, Any]) -> dict[str, float]:
+    given = document.get("exchange", {})
+    if not isinstance(given, Mapping):
+        raise ValueError("the cost table's exchange needs names, such as {head: 0.1}")
+    for name in given:
+        lookup("shared weight of the cost table's exchange", dict.fromkeys(SHARED), str(name))
+    found = {str(name): _number(f"exchange.{name}", time) for name, time in given.items()}
+    for name, time in found.items():
+        if time < 0:
+            raise ValueError(f"the cost table's exchange.{name} is {time}: it cannot be negative")
+    return found
 
 
 def _name(unit: Unit) -> str:

@@ -90,9 +90,16 @@ class _Model:
             self.prefix.append(self.prefix[-1] + costs[Unit(BLOCK, block)].load + end)
         depths = range(1, self.depth + 1)
         self.mtp = [costs[Unit(MTP, k)].load + costs[Unit(NORM, k)].load for k in depths]
-        self.head_chunk = [costs[Unit(HEAD, k)].load for k in range(self.depth + 1)]
-        self.heads = sum(self.head_chunk) * self.chunks
+        heads = [costs[Unit(HEAD, k)] for k in range(self.depth + 1)]
+        self.head_chunk = [head.load for head in heads]
+        self.head_fixed = [head.fixed for head in heads]  # on each rank with chunks of this depth
+        self.heads = sum(self.head_chunk) * self.chunks + sum(self.head_fixed)
         self.total = self.prefix[-1] + sum(self.mtp) + self.heads
+
+    def hosted(self, counts: Sequence[int]) -> float:
+        """The load of so many chunks of each depth on one rank."""
+        parts = zip(counts, self.head_chunk, self.head_fixed)
+        return sum(n * size + fixed for n, size, fixed in parts if n)
 
     def mtp_placements(self) -> list[tuple[int, ...]]:
         """Ranks of the multi-token-prediction blocks: among the last, in order."""
@@ -188,8 +195,7 @@ class _Search:
         rounds: tuple[list[int], list[int]] = ([], [])
         for rank, count in enumerate(shape.blocks):
             late = sum(m for m, owner in zip(model.mtp, shape.mtp_stages) if owner == rank)
-            heads = sum(n * size for n, size in zip(shape.chunks[rank], model.head_chunk))
-            late += share * heads
+            late += share * model.hosted(shape.chunks[rank])
             early = count if rank > first else min(count, round((count + late / usual) / 2 + 0.01))
             rounds[0].append(early)
             rounds[1].append(count - early)
@@ -199,11 +205,10 @@ class _Search:
     def bound(self, chunks: tuple[tuple[int, ...], ...], trunk: _Trunk) -> float:
         """No schedule takes less: a rank works off its load for each micro-batch, and before and
         after that the stages in front of it have one micro-batch to themselves."""
-        sizes = self.model.head_chunk
         ahead = accumulate((load / self.virtual for load in trunk.loads), initial=0.0)
         return max(
             before + self.model.request.microbatches
-            * (load + sum(n * size for n, size in zip(mine, sizes)))
+            * (load + self.model.hosted(mine))
             for before, load, mine in zip(ahead, trunk.loads, chunks)
         )  # fmt: skip
 
@@ -228,7 +233,7 @@ class _Search:
         count = next((n for n, sum_ in enumerate(room, 1) if sum_ >= enough), len(loads) + 1)
         for size in range(count, self.limit + 1):
             chosen = sorted(by_room[:size])
-            if _deal(chosen, loads, target, self.piece_loads, self.pieces) is not None:
+            if self._deal(chosen, loads, target) is not None:
                 return _Trunk(tuple(blocks), loads, chosen)
         return None
 
@@ -264,7 +269,7 @@ class _Search:
             least[rank] = min(least[rank + 1], bisect_left(prefix, max(taken, prefix[0])))
         if least[0] or room[0] < 0:
             return None
-        size, limited = max(self.piece_loads), self.limit < ranks
+        limited = self.limit < ranks
         table: list[dict[tuple[int, int], tuple[int, tuple[int, int]]]] = [{(0, 0): (0, (0, 0))}]
         for rank in range(ranks):
             row: dict[tuple[int, int], tuple[int, tuple[int, int]]] = {}
@@ -272,11 +277,11 @@ class _Search:
                 done, used = state
                 most = bisect_right(prefix, prefix[done] + room[rank]) - 1 if rank <= last else done
                 for end in range(max(done, least[rank + 1]), max(done, most) + 1):
-                    left = room[rank] - (prefix[end] - prefix[done])
-                    fit = int(left / size + EPS) if size else self.needed
                     options = [(used, pieces)]
-                    if fit > 0 and used < self.limit:
-                        options.append((used + limited, min(self.needed, pieces + fit)))
+                    if used < self.limit:
+                        filled = self._filled(pieces, room[rank] - (prefix[end] - prefix[done]))
+                        if filled > pieces:
+                            options.append((used + limited, filled))
                     for hosts_used, total_pieces in options:
                         if total_pieces > row.get((end, hosts_used), (-1,))[0]:
                             row[end, hosts_used] = (total_pieces, state)
@@ -297,17 +302,46 @@ class _Search:
         high, low = target, 0.0
         for _ in range(8):
             middle = (low + high) / 2
-            if _deal(trunk.hosts, trunk.loads, middle, self.piece_loads, self.pieces) is None:
+            if self._deal(trunk.hosts, trunk.loads, middle) is None:
                 low = middle
             else:
                 high = middle
-        dealt = _deal(trunk.hosts, trunk.loads, high, self.piece_loads, self.pieces)
+        dealt = self._deal(trunk.hosts, trunk.loads, high)
         assert dealt is not None
         scale = self.model.chunks // self.pieces
         chunks = [(0,) * len(self.piece_loads)] * self.model.ranks
         for rank, counts in zip(trunk.hosts, dealt):
             chunks[rank] = tuple(n * scale for n in counts)
         return tuple(chunks)
+
+    def _filled(self, dealt: int, room: float) -> int:
+        """Pieces dealt, depth after depth, when a rank with this room has taken what fits on top of
+        ``dealt``."""
+        while dealt < self.needed:
+            depth, left = dealt // self.pieces, self.pieces - dealt % self.pieces
+            size, room = self.piece_loads[depth], room - self.model.head_fixed[depth]
+            taken = min(left, int(room / size + EPS)) if size > 0 else left * (room >= 0)
+            if taken <= 0:
+                break
+            dealt += taken
+            room -= taken * size
+            if taken < left:
+                break
+        return dealt
+
+    def _deal(
+        self, hosts: Sequence[int], loads: Sequence[float], target: float
+    ) -> list[list[int]] | None:
+        """Give the ``hosts`` in turn what fits below ``target``: pieces of each depth by host;
+        ``None`` when some are left."""
+        done, dealt = 0, []
+        for rank in hosts:
+            room = (target - loads[rank]) * (1 + EPS) + EPS * target
+            end = self._filled(done, room)
+            starts = range(0, self.needed, self.pieces)
+            dealt.append([max(0, min(end, s + self.pieces) - max(done, s)) for s in starts])
+            done = end
+        return dealt if done == self.needed else None
 
 
 def _level(loads: Sequence[float], target: float, heads: float) -> float:
@@ -318,26 +352,3 @@ def _level(loads: Sequence[float], target: float, heads: float) -> float:
         if level >= low[count - 1]:
             return level
     return 0.0
-
-
-def _deal(
-    hosts: Sequence[int], loads: Sequence[float], target: float, sizes: Sequence[float], pieces: int
-) -> list[list[int]] | None:
-    """Give the ``hosts`` in turn what fits below ``target``, depth after depth; by host."""
-    dealt, depth, left = [], 0, pieces
-    for rank in hosts:
-        room = (target - loads[rank]) * (1 + EPS) + EPS * target
-        counts = [0] * len(sizes)
-        while depth < len(sizes):
-            size = sizes[depth]
-            taken = min(left, int(room / size)) if size > 0 else left
-            if taken <= 0:
-                break
-            counts[depth] = taken
-            room -= taken * size
-            left -= taken
-            if left:
-                break
-            depth, left = depth + 1, pieces
-        dealt.append(counts)
-    return dealt if depth == len(sizes) else None

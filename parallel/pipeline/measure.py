@@ -27,14 +27,17 @@ def stage_seconds(events: Iterable[Event]) -> dict[tuple[int, Kind], float]:
 def measured_costs(placement: Placement, costs: CostTable, seconds: Seconds) -> CostTable:
     """``costs`` with the times of every stage brought to what was measured (in seconds).
 
-    The units of a stage share its times in proportion to what they had.  A fused head's time is
-    divided into forward and backward as it was, a split one's weight gradient is its own.
+    The units of a stage share its times in proportion to what they had, and so does what is fixed.
+    A fused head's time is divided into forward and backward as it was, a split one's weight
+    gradient is its own.
     """
-    by_unit = {}
+    by_unit, seen, known = {}, 0.0, 0.0
     for stage, units in enumerate(placement.stages):
         before = costs.stage(placement, stage)
         times = {kind: seconds[stage, kind] for kind in Kind if (stage, kind) in seconds}
         forward, backward, weight = _parts(before, times)
+        seen, known = seen + forward + backward, known + before.load
+        slower = (forward + backward) / before.load if before.load else 1.0
         for unit in units:
             cost = costs[unit]
             by_unit[unit] = replace(
@@ -42,8 +45,11 @@ def measured_costs(placement: Placement, costs: CostTable, seconds: Seconds) -> 
                 forward=forward * _share(cost.forward, before.forward, len(units)),
                 backward=backward * _share(cost.backward, before.backward, len(units)),
                 weight_share=weight,
+                fixed=cost.fixed * slower,
             )
-    return CostTable(by_unit=by_unit)
+    slower = seen / known if known else 1.0  # what is not measured here changes with the rest
+    exchange = {name: time * slower for name, time in costs.exchange.items()}
+    return CostTable(by_unit=by_unit, exchange=exchange)
 
 
 def _parts(before: UnitCost, times: Mapping[Kind, float]) -> tuple[float, float, float]:
@@ -64,13 +70,20 @@ def _share(part: float, whole: float, among: int) -> float:
     return part / whole if whole else 1 / among
 
 
-def whole_heads(costs: CostTable, placement: Placement) -> dict[str, tuple[float, float]]:
-    """Forward and backward seconds of every unit by name, the chunks of a head added up."""
-    found: dict[str, tuple[float, float]] = {}
+def whole_heads(costs: CostTable, placement: Placement) -> dict[str, UnitCost]:
+    """The costs of every unit by name, the chunks of a head added up."""
+    found: dict[str, UnitCost] = {}
     for unit in placement.units:
-        name = f"h{unit.index}" if unit.kind == HEAD else str(unit)
-        forward, backward = found.get(name, (0.0, 0.0))
-        found[name] = (forward + costs[unit].forward, backward + costs[unit].backward)
+        name, cost = f"h{unit.index}" if unit.kind == HEAD else str(unit), costs[unit]
+        if name in found:
+            other = found[name]
+            cost = replace(
+                cost,
+                forward=cost.forward + other.forward,
+                backward=cost.backward + other.backward,
+                fixed=max(cost.fixed, other.fixed),
+            )
+        found[name] = cost
     return found
 
 

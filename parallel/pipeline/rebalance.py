@@ -49,9 +49,10 @@ class _Shares:
         for stage, alone in enumerate(old.head_only):
             for unit in old.stages[stage] if alone else ():
                 self.chunks.setdefault((old.ranks[stage], unit.index), []).append(unit)
-        self.known = {
-            place: fmean(costs[unit].load for unit in units) for place, units in self.chunks.items()
-        }
+        self.known, self.fixed = (
+            {place: fmean(map(value, units)) for place, units in self.chunks.items()}
+            for value in (lambda unit: costs[unit].load, lambda unit: costs[unit].fixed)
+        )
 
     def most(self) -> float:
         return max((self.loads[rank] for rank in self.hosts), default=0.0)
@@ -60,11 +61,34 @@ class _Shares:
         """Of one chunk: as measured there, or elsewhere, as far as the rank is slow or fast."""
         if (rank, depth) in self.known:
             return self.known[rank, depth]
-        ratios = [self.known[rank, k] / self._usual(k) for r, k in self.known if r == rank]
-        return self._usual(depth) * (fmean(ratios) if ratios else 1.0)
+        return self._usual(self.known, depth) * self._slowness(rank)
 
-    def _usual(self, depth: int) -> float:
-        return fmean(cost for (_, k), cost in self.known.items() if k == depth) or 1.0
+    def once(self, rank: int, depth: int) -> float:
+        """What the first chunk of a depth costs on top."""
+        if (rank, depth) in self.fixed:
+            return self.fixed[rank, depth]
+        return self._usual(self.fixed, depth) * self._slowness(rank)
+
+    def _slowness(self, rank: int) -> float:
+        ratios = [
+            load / (self._usual(self.known, k) or 1.0)
+            for (r, k), load in self.known.items()
+            if r == rank
+        ]
+        return fmean(ratios) if ratios else 1.0
+
+    def _usual(self, among: dict[tuple[int, int], float], depth: int) -> float:
+        return fmean(cost for (_, k), cost in among.items() if k == depth)
+
+    def given(self, rank: int, depth: int) -> float:
+        """What the rank is relieved of with one chunk."""
+        last = len(self.chunks[rank, depth]) == 1
+        return self.cost(rank, depth) + (self.once(rank, depth) if last else 0.0)
+
+    def taken(self, rank: int, depth: int) -> float:
+        """What one more chunk costs the rank."""
+        first = not self.chunks.get((rank, depth))
+        return self.cost(rank, depth) + (self.once(rank, depth) if first else 0.0)
 
     def move(self) -> bool:
         """Take one chunk from the busiest host if that makes the busier of the two less busy."""
@@ -76,17 +100,17 @@ class _Shares:
             for host in self.hosts:
                 if owner != rank or host == rank or not units:
                     continue
-                left = self.loads[rank] - self.cost(rank, depth)
-                busier = max(left, self.loads[host] + self.cost(host, depth))
+                left = self.loads[rank] - self.given(rank, depth)
+                busier = max(left, self.loads[host] + self.taken(host, depth))
                 choice = (busier, (host, depth) not in self.chunks, host, depth)
                 if busier < self.loads[rank] * (1 - 1e-9) and (best is None or choice < best):
                     best = choice
         if best is None:
             return False
         _, _, host, depth = best
+        self.loads[rank] -= self.given(rank, depth)
+        self.loads[host] += self.taken(host, depth)
         self.chunks.setdefault((host, depth), []).append(self.chunks[rank, depth].pop())
-        self.loads[rank] -= self.cost(rank, depth)
-        self.loads[host] += self.cost(host, depth)
         self.count[rank] -= 1
         self.count[host] += 1
         return True

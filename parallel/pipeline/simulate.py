@@ -3,7 +3,8 @@
 Compute actions of a rank run one after another in list order.  Transfers run beside them: a tensor
 is sent when it is ready and arrives after its bytes over the bandwidth and the latency, one at a
 time on each link and channel, and only the action that reads it waits.  Parameter actions (UNSHARD,
-RESHARD, REDUCE, STEP) are taken as fully overlapped and cost nothing.
+RESHARD, REDUCE, STEP) are taken as fully overlapped and cost nothing.  Ranks that hold copies of
+shared weights add up their gradients behind the last action.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Simulation:
 
     ``peak_in_flight`` counts (stage, micro-batch) pairs between forward and backward;
     ``peak_bytes`` parameters (hosted copies included), activations kept for backward, tensors
-    received and not used up, and the workspace of the action that runs.
+    received and not used up, and the workspace of the action that runs.  ``exchange``: time in
+    which copies of shared weights add up their gradients, behind ``makespan``.
     """
 
     makespan: float
@@ -34,10 +36,16 @@ class Simulation:
     peak_in_flight: tuple[int, ...]
     peak_bytes: tuple[float, ...]
     events: tuple[Event, ...]
+    exchange: float = 0.0
+
+    @property
+    def step(self) -> float:
+        """The time from the first action until every gradient is complete."""
+        return self.makespan + self.exchange
 
     @property
     def bubble(self) -> tuple[float, ...]:
-        """The idle fraction of each rank."""
+        """The idle fraction of each rank until the last action ends."""
         return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
 
     @property
@@ -72,6 +80,7 @@ def simulate_orders(
         peak_in_flight=tuple(peak_in_flight([a.kind for a in order]) for order in orders),
         peak_bytes=peak_bytes(run, orders, costs),
         events=tuple(sorted(events, key=lambda event: event.start)),
+        exchange=costs.step_exchange(placement),
     )
 
 

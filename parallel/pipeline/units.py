@@ -188,6 +188,10 @@ class Placement:
         """The stages of one rank, in order."""
         return tuple(stage for stage, owner in enumerate(self.ranks) if owner == rank)
 
+    def units_of(self, rank: int) -> tuple[Unit, ...]:
+        """The units of one rank, in order."""
+        return tuple(unit for stage in self.stages_of(rank) for unit in self.stages[stage])
+
     @cached_property
     def head_only(self) -> tuple[bool, ...]:
         """Per stage: holds heads alone, so that forward and backward can be one action."""

@@ -34,6 +34,35 @@ def test_costs_by_hand() -> None:
     assert table.bound(units, 2) == (3 + 5 + 4.5 + 6 + 12) / 2
 
 
+def test_what_a_head_costs_once_per_stage() -> None:
+    units = model_units(2, 1, 4)
+    given = {"units": {"t": 1, "m": 1, "h": {"forward": 4, "fixed": 3}}, "exchange": {"head": 2}}
+    table, _ = given_costs(given, units)
+    trunk = [unit for unit in units if unit.kind != "h"]
+    assert table[Unit("h", 1, 2)] == UnitCost(1, 2, fixed=3, shared_bytes=(("head", 0.0),))
+    assert table.together([Unit("h", 0, 0)]).load == 3 + 3
+    assert table.together([Unit("h", 0, 0), Unit("h", 0, 3)]) == UnitCost(
+        3, 6, shared_bytes=(("head", 0.0),)
+    )
+    assert table.together([Unit("h", 0, 0), Unit("h", 1, 0)]).load == 2 * (3 + 3)
+    assert table.bound(units, 2) == (3 * 3 + 2 * (12 + 3)) / 2
+
+    def placed(*heads: list[int]) -> Placement:
+        """Each list: the chunks of h0 on one rank; the rest of the model is on the first."""
+        first = [*trunk, *(Unit("h", 0, c) for c in heads[0]), *units[-4:]]
+        others = [tuple(Unit("h", 0, c) for c in chunks) for chunks in heads[1:]]
+        stages = (tuple(first), *others)
+        return Placement(tuple(units), stages, tuple(range(len(stages))))
+
+    assert table.rank_loads(placed([0, 1], [2, 3])) == (9 + 6 + 3 + 15, 6 + 3)
+    assert table.rank_loads(placed([0, 1], [2], [3]))[1:] == (3 + 3, 3 + 3)
+    copies = [table.step_exchange(placed(*h)) for h in ([[0, 1, 2, 3]], [[0], [1, 2, 3]],
+                                                         [[0, 1], [2], [3]])]  # fmt: skip
+    assert copies == [0, 2, 4]
+    half = table.scaled(0.5)
+    assert half[Unit("h", 0, 1)].fixed == 1.5 and half.exchange == {"head": 1.0}
+
+
 @pytest.mark.parametrize(
     "document, message",
     [
@@ -48,6 +77,9 @@ def test_costs_by_hand() -> None:
         ({"units": {"t": -1}}, "unit t: cost forward is -1.0: it cannot be negative"),
         ({"units": {"t": 1, "m": 1, "h": 1}, "latency": -1}, "cannot be so small"),
         ({"units": {"t": 1, "m": 1, "h": 1}, "bandwidth": "x"}, "bandwidth must be a finite"),
+        ({"units": {"t": 1, "m": 1, "h": 1}, "exchange": 3}, "exchange needs names"),
+        ({"units": {"t": 1, "m": 1, "h": 1}, "exchange": {"heads": 3}}, "'heads'.*mean 'head'"),
+        ({"units": {"t": 1, "m": 1, "h": 1}, "exchange": {"head": -1}}, "head is -1.0: it cannot"),
     ],
 )
 def test_wrong_costs_by_hand(document: dict[str, object], message: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from models.config import ModelConfig
@@ -61,7 +63,37 @@ def test_units_share_what_their_stage_took() -> None:
     assert table[Unit("h", 1, 0)].load == pytest.approx(1.0)
     loads = table.rank_loads(placement)
     assert loads == pytest.approx((17.0, 18.0))
-    assert whole_heads(table, placement)["h0"] == pytest.approx((10 / 3, 20 / 3))
+    head = whole_heads(table, placement)["h0"]
+    assert (head.forward, head.backward) == pytest.approx((10 / 3, 20 / 3))
+
+
+def test_what_is_fixed_is_measured_with_the_rest() -> None:
+    placement = star([[0, 0, 0, 1], [1, 1, 1, 1]])
+    before = replace(costs(), exchange={"head": 7.0})
+    fixed = replace(before.by_kind["h"], fixed=3.0)
+    before = replace(before, by_kind={**before.by_kind, "h": fixed})
+    seconds = {(0, F): 2.0, (0, B): 4.0, (1, F): 4.0, (1, B): 8.0}
+    seconds |= {(2, H): 24.0, (3, H): 6.0, (4, H): 30.0}
+    table = measured_costs(placement, before, seconds)
+    assert table.rank_loads(placement) == pytest.approx((6 + 24, 12 + 6 + 30))
+    first, last = table[Unit("h", 0, 0)], table[Unit("h", 0, 3)]
+    assert (first.load, first.fixed) == pytest.approx((6.0, 6.0))  # twice 3 · 3 + 3
+    assert (last.load, last.fixed) == pytest.approx((3.0, 3.0))
+    assert table.exchange == {"head": pytest.approx(7 * 78 / 42)}
+    assert whole_heads(table, placement)["h0"].fixed == pytest.approx(6.0)
+
+
+def test_the_first_chunk_of_a_head_costs_more() -> None:
+    """A rank gets the rows of a head that it already has some of, or none at all."""
+    heavy = costs()
+    heavy = replace(heavy, by_kind={**heavy.by_kind, "h": replace(heavy.by_kind["h"], fixed=5.0)})
+    apart = star([[0, 0, 0, 0], [1, 1, 1, 1]])
+    assert heavy.rank_loads(apart) == (3 + 12 + 5, 6 + 12 + 5)
+    assert rebalanced(apart, heavy) is apart  # 3 more on one rank, 5 if a chunk of h1 moved
+    assert rebalanced(apart, costs(mtp=4.0)) is not apart
+    shared = star([[0, 0, 0, 1], [1, 1, 1, 1]])
+    better = rebalanced(shared, heavy)
+    assert heavy.rank_loads(better) == pytest.approx((3 + 12 + 5, 6 + 12 + 5))
 
 
 def test_bubble_from_busy_times() -> None:

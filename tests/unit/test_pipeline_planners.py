@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.pipeline.adahc import HAND_MADE, best_plan
+from parallel.pipeline.adahc import COPY_COST, HAND_MADE, ROUNDS_COST, best_plan
 from parallel.pipeline.baselines import vocabulary_parallel
 from parallel.pipeline.checker import check_schedule
 from parallel.pipeline.cost import CostTable, Network, UnitCost, given_costs
+from parallel.pipeline.fitted import WORTH
 from parallel.pipeline.head_layouts import least_load
 from parallel.pipeline.layout import write_layout
 from parallel.pipeline.lowering import lower
@@ -225,6 +226,87 @@ def test_memory_and_in_flight_limits() -> None:
         make_placement("split", replace(request, max_hosts=1))
     with pytest.raises(ValueError, match="unknown pipeline schedule 'adahcc'"):
         best_plan(replace(request, schedule="adahcc"))
+
+
+def with_fixed(request: PlanRequest, fixed: float, exchange: float = 0.0) -> PlanRequest:
+    """Heads whose chunks cost so much more on each stage; copies that exchange gradients."""
+    assert request.costs is not None
+    table = {
+        unit: replace(cost, fixed=fixed) if unit.kind == HEAD else cost
+        for unit, cost in request.costs.by_unit.items()
+    }
+    return replace(request, costs=CostTable(by_unit=table, exchange={"head": exchange}))
+
+
+@settings(max_examples=15)
+@given(requests(), st.sampled_from([0.2, 2.0, 8.0]), st.sampled_from([0.0, 3.0, 60.0]))
+def test_what_heads_cost_once_is_planned_with(
+    plain: PlanRequest, fixed: float, exchange: float
+) -> None:
+    request = with_fixed(plain, fixed, exchange)
+    plan, costs = best_plan(request), request.costs
+    assert costs is not None
+    check_schedule(lower("adahc", plan.placement, request.microbatches, plan.orders))
+    result = simulate_orders(plan.placement, plan.orders, costs, request.network)
+    assert result.step == pytest.approx(plan.step)
+    assert result.exchange == exchange * (len(hosts(plan.placement)) - 1)
+    bound = costs.bound(request.units, request.num_ranks)
+    assert max(costs.rank_loads(plan.placement)) >= bound - 1e-9
+
+    def asked(placement: Placement) -> float:
+        """What a plan must gain for its copies of the head."""
+        return 1 + COPY_COST * (len(hosts(placement)) - 1)
+
+    for name in HAND_MADE:
+        try:
+            made = make_placement(name, request)
+        except ValueError:
+            continue
+        if len(hosts(made)) > (request.max_hosts or request.num_ranks):
+            continue
+        other = simulate(
+            make_schedule("1f1b" if request.schedule == "adahc" else "zb_h1", made,
+                          request.microbatches), costs, request.network.latency,
+        )  # fmt: skip
+        allowed = other.step * asked(made) * ROUNDS_COST * WORTH
+        assert plan.step * asked(plan.placement) <= allowed + 1e-9, name
+
+
+def test_a_head_is_not_spread_too_thin() -> None:
+    """Dividing pays as long as each host's fixed part is less than what it takes over."""
+    request = request_for(12, 4, 1, head=4.0, num_microbatches=16)
+    thin, dear = with_fixed(request, 0.05), with_fixed(request, 6.0)
+
+    def head_stages(request: PlanRequest) -> int:
+        return sum(
+            any(u.kind == HEAD for u in stage) for stage in best_plan(request).placement.stages
+        )
+
+    assert head_stages(request) >= head_stages(thin) > head_stages(dear) >= 2
+    exchange = with_fixed(request, 0.05, exchange=1000.0)
+    assert len(hosts(best_plan(exchange).placement)) == 1
+
+
+@pytest.mark.parametrize("fixed", [0.5, 2.0])
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_the_least_load_with_fixed_costs_is_that_of_brute_force(chunks: int, fixed: float) -> None:
+    for layers, ranks, depth in ((3, 2, 1), (4, 3, 0), (5, 3, 1)):
+        request = with_fixed(request_for(layers, ranks, depth, head=2.1, chunks=chunks), fixed)
+        costs = request.costs
+        assert costs is not None
+        mtp = costs[Unit("m", 1)].load if depth else 0.0
+        least = float("inf")
+        for cuts in itertools.combinations_with_replacement(range(layers + 1), ranks - 1):
+            counts = [b - a for a, b in itertools.pairwise([0, *cuts, layers])]
+            last = max(rank for rank in range(ranks) if counts[rank])
+            for place in range(last, ranks):
+                for owners in itertools.product(range(ranks), repeat=chunks * (depth + 1)):
+                    loads = [3.0 * n + mtp * (rank == place) for rank, n in enumerate(counts)]
+                    for rank in range(ranks):
+                        mine = [i // chunks for i, owner in enumerate(owners) if owner == rank]
+                        loads[rank] += len(mine) * costs[Unit(HEAD)].load + len(set(mine)) * fixed
+                    least = min(least, max(loads))
+        assert least_load(request) == pytest.approx(least, rel=2e-4)
 
 
 def test_plans_are_deterministic() -> None:
