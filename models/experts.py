@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .balancing import entropy, global_balance, router_z, sequence_balance
 from .collectives import axis
 from .feedforward import FEEDFORWARDS, SwiGLU
+from .lapsum import Budget
 from .linear import accumulation_dtype
 from .routers import ROUTERS, Router, Routing, TopK
 
@@ -303,10 +304,24 @@ class MoE(nn.Module):
         self.experts = Experts(config.experts, dim, config.hidden, self.router.max_active)
         width = config.shared_experts * (config.shared_hidden or config.hidden)
         self.shared_experts = SharedExperts(SwiGLU.Config(width), dim) if width else None
+        # The layers that split a learned budget; those behind the trunk have a constant one.
+        self._sharing = [layer for layer in range(layers) if config.at(layer) is config]
+        self._budget: tuple[Budget, ...] = ()  # in a tuple: not a submodule of this one
+
+    def use_shared(self, shared: nn.ModuleDict) -> None:
+        router, sharing = self.config.router, self._sharing
+        if getattr(router, "learned", False) and self.layer in sharing:
+            if "budget" not in shared:
+                most = router.most(self.config.experts)
+                shared["budget"] = Budget(len(sharing), router.k * len(sharing), most)
+            budget = shared["budget"]
+            assert isinstance(budget, Budget)
+            self._budget = (budget,)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
-        routing = self.router(flat)
+        k = self._budget[0]()[self._sharing.index(self.layer)] if self._budget else None
+        routing = self.router(flat, k)
         gates = self._with_losses(routing, x.shape[0])
         out: Tensor = self.experts(flat, routing.map, gates).view(x.shape)
         return out if self.shared_experts is None else out + self.shared_experts(x)
@@ -354,7 +369,7 @@ class MoE(nn.Module):
         tokens = routing.map.shape[0]
         found = {name: value.detach() for name, (_, value) in losses.items()}
         found |= {name: tokens * value for name, value in routing.figures.items()}
-        found |= {"total": total, "counts": routing.map.sum(0)}
+        found |= {"total": total, "counts": routing.map.sum(0), "tokens": total.new_tensor(tokens)}
         for name, value in found.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 

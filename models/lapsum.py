@@ -144,7 +144,7 @@ class Budget(nn.Module):
 
     Every pipeline stage holds all of ``eta`` and computes all of k."""
 
-    plan: ClassVar[dict[str, str]] = {"eta": "replicated"}
+    plan: ClassVar[dict[str, str]] = {"eta": "partial"}
     wide: ClassVar[tuple[str, ...]] = ("eta",)
     optimizer_group: ClassVar[dict[str, str]] = {"eta": "budget"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from models.config import ModelConfig
 from models.losses import Term
 from parallel.apply import BuildOptions, ParallelModel, build_parallel_model
+from parallel.expert import ExpertLayers
 from parallel.gradients import reduce_gradients, zero_gradients
 from parallel.mesh import Mesh, ParallelConfig
 from parallel.pipeline.actions import Kind, Schedule
@@ -32,11 +33,13 @@ from .placement import cost_table, plan_placement, plan_request, rank_units, sha
 
 @dataclass
 class StepResult:
-    """losses: mean of each term over the global count.  total: the optimised scalar."""
+    """losses: mean of each term over the global count.  total: the optimised scalar.  experts:
+    figures of expert layers."""
 
     losses: dict[str, float]
     total: float
     counts: dict[str, int]
+    experts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -72,6 +75,7 @@ class Engine:
         self.parallel = parallel
         self.compute_dtype = compute_dtype
         self.weights = ShardedWeights(model.part, parallel.reshard_after_forward)
+        self.experts = ExpertLayers(model)
         self.recording: Recording | None = None
         self._links: Links | None = None
         self.place(placement)
@@ -141,7 +145,12 @@ class Engine:
         ``record``: keep the times of its actions in ``recording``.
         """
         zero_gradients(self.model)
-        counts = self.global_counts(objective.counts(batches))
+        counts = objective.counts(batches)
+        if self.experts.all:
+            counts["tokens"] = sum(batch.ids.numel() for batch in batches)
+        counts = self.global_counts(counts)
+        if self.experts.all:
+            self.experts.begin_step(counts["tokens"])
         terms = self._begin(batches, objective.terms(counts))
         executor = self.executor(len(batches))
         executor.record = record
@@ -151,7 +160,13 @@ class Engine:
             seconds = time.perf_counter() - begin
             self.recording = Recording(len(batches), seconds, _by_wall_clock(executor.events))
         reduce_gradients(self.model)
-        return self._result(counts, {term.name: term.normalizer for term in terms})
+        result = self._result(counts, {term.name: term.normalizer for term in terms})
+        if self.experts.all:
+            report = self.experts.report()
+            result.losses |= report.losses
+            result.total += report.total
+            result.experts = report.figures
+        return result
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch], objective: Objective) -> StepResult:

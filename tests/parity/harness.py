@@ -136,6 +136,7 @@ def one_step(case: Case) -> dict[str, Any]:
     return {
         "losses": result.losses,
         "total": result.total,
+        "experts": result.experts,
         "norm": float(norm),
         "gradients": {n: g.clone() for n, g in full_gradients(engine.model).items()},
     }
