@@ -107,10 +107,10 @@ class AttentionConfig:
     kv_heads: int = field(default=4, metadata={"help": "key/value heads; divides heads"})
     head_dim: int = field(default=32, metadata={"help": "width of one head"})
     qk_norm: bool = field(default=False, metadata={"help": "normalise q and k"})
+    qkv_bias: bool = field(default=False, metadata={"help": "bias on q, k and v"})
     qk_norm_span: Literal["head", "projection"] = field(
         default="head", metadata={"help": "what is normalised together: a head, or all of them"}
     )
-    qkv_bias: bool = field(default=False, metadata={"help": "bias on q, k and v"})
 
     def problems(self) -> list[tuple[str, str]]:
         found = [

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .attention import AttentionConfig
-from .blocks import BLOCKS, PreNormBlock
+from .blocks import BLOCKS, PreNormBlock, block_class
 from .experts import MoE as MoE  # registers itself
 from .feedforward import FEEDFORWARDS, SwiGLU
 from .mtp import MTPConfig
-from .norms import NORMS, RMSNorm
+from .norms import NORMS, BHyT, LayerNorm, RMSNorm, norm_class
 from .positions import POSITIONS, RoPE
 
 
@@ -20,12 +20,29 @@ class InitConfig:
 
     std: float = field(default=0.02, metadata={"help": "standard deviation of every matrix"})
     scale_outputs: bool = field(
-        default=True,
-        metadata={"help": "divide the std of o_proj and down_proj by sqrt(2 · layers)"},
+        default=True, metadata={"help": "shrink some matrices with depth as the block asks"}
+    )
+    rule: Literal["constant", "fan_in"] = field(
+        default="constant",
+        metadata={"help": "std as it is, or divided by sqrt(inputs); of all but the embedding"},
+    )
+    embedding_std: float | None = field(
+        default=None, metadata={"help": "standard deviation of the embedding; null for std"}
+    )
+    output_gain: float | None = field(
+        default=None,
+        metadata={"help": "factor on the std of o_proj and down_proj; null for the block's own"},
     )
 
     def problems(self) -> list[tuple[str, str]]:
-        return [] if self.std > 0 else [("std", f"must be positive, got {self.std}")]
+        found = [
+            (name, f"must be positive, got {value}")
+            for name in ("std", "embedding_std", "output_gain")
+            if (value := getattr(self, name)) is not None and not value > 0
+        ]
+        if self.output_gain is not None and not self.scale_outputs:
+            found.append(("output_gain", "is set but scale_outputs=false: it would be ignored"))
+        return found
 
 
 @dataclass(frozen=True)
@@ -60,8 +77,9 @@ class ModelConfig:
     logit_softcap: float | None = field(
         default=None, metadata={"help": "c in c·tanh(logits / c); null for none"}
     )
-    residual_dtype: Literal["compute", "float32"] = field(
-        default="compute", metadata={"help": "dtype of the residual stream (at least)"}
+    residual_dtype: Literal["auto", "compute", "float32"] = field(
+        default="auto",
+        metadata={"help": "dtype of the residual stream (at least); auto: the block's choice"},
     )
     mtp: MTPConfig = MTPConfig()
     init: InitConfig = InitConfig()
@@ -69,6 +87,15 @@ class ModelConfig:
     @property
     def padded_vocab_size(self) -> int:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def wide_residual(self) -> bool:
+        """Whether the residual stream is kept in at least float32.  ``auto``: only for deepnorm and
+        keel of 64 blocks and more, whose updates bf16 would round away."""
+        if self.residual_dtype == "auto":
+            wide_from = block_class(self.block).wide_from
+            return wide_from is not None and self.layers >= wide_from
+        return self.residual_dtype == "float32"
 
     def problems(self) -> list[tuple[str, str]]:
         found = [
@@ -81,9 +108,28 @@ class ModelConfig:
         if self.mtp.depth and self.mtp.kind == "parallel" and self.layers == 1:
             found.append(("mtp.kind", "parallel needs a trunk below the last block: layers >= 2"))
         block = BLOCKS.name_of(type(self.block))
-        if self.mtp.input == "norm" and not BLOCKS.component(block).final_norm:  # type: ignore[attr-defined]
+        if self.mtp.input == "norm" and not block_class(self.block).final_norm:
             text = f"norm is set but block={block} has no final norm: it would be ignored"
             found.append(("mtp.input", text))
+        return found + self._norm_problems(block)
+
+    def _norm_problems(self, block: str) -> list[tuple[str, str]]:
+        """What does not go together among norm, block and attention."""
+        found = []
+        norm, allowed = NORMS.name_of(type(self.norm)), norm_class(self.norm).placements
+        if allowed and block not in allowed:
+            text = f"{norm} goes with block={' or '.join(allowed)}, not with block={block}"
+            found.append(("norm", text))
+        if isinstance(self.norm, BHyT.Config) and self.attention.qkv_bias:
+            text = "bhyt estimates what attention adds without a bias of v: use bhyt_exact"
+            found.append(("norm", text))
+        if self.attention.qk_norm_span == "projection":
+            if isinstance(self.norm, LayerNorm.Config):
+                text = "projection is an RMS norm, and the model's is layer: use head"
+                found.append(("attention.qk_norm_span", text))
+            if block_class(self.block).head_norms:
+                text = f"block={block} normalises each head: use head"
+                found.append(("attention.qk_norm_span", text))
         return found
 
 

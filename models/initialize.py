@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .blocks import OUTPUTS, block_class
 from .config import ModelConfig
 
 _CHUNK = 1 << 18
@@ -101,12 +102,20 @@ def normal_(out: Tensor, seed: int, name: str, offsets: Sequence[int], shape: Se
         flat[begin : begin + _CHUNK] = torch.where(inside, value, 0.0).to(out.dtype)
 
 
-def standard_deviation(config: ModelConfig, name: str) -> float:
-    """Standard deviation of matrix ``name``; residual outputs shrink with depth (GPT-2)."""
-    outputs = ("o_proj.weight", "down_proj.weight")
-    if config.init.scale_outputs and name.endswith(outputs):
-        return config.init.std / math.sqrt(2 * config.layers)
-    return config.init.std
+def standard_deviation(config: ModelConfig, name: str, shape: Sequence[int]) -> float:
+    """Standard deviation of matrix ``name``, of ``shape`` [..., outputs, inputs].  Those that the
+    placement of norms names shrink with depth."""
+    init, parts = config.init, name.split(".")
+    if name.endswith("embedding.weight"):
+        return init.std if init.embedding_std is None else init.embedding_std
+    std = init.std / math.sqrt(shape[-1]) if init.rule == "fan_in" else init.std
+    if not init.scale_outputs:
+        return std
+    if init.output_gain is not None and any(part in OUTPUTS for part in parts):
+        return std * init.output_gain
+    shrink = block_class(config.block).shrink(config.layers)
+    (divisor,) = [shrink[part] for part in parts if part in shrink] or [1.0]
+    return std / divisor
 
 
 def initialize_(
@@ -130,7 +139,7 @@ def initialize_(
         elif len(shape) == 1:
             out.fill_(1.0)
         else:
-            normal_(out, seed, name, offsets, shape, standard_deviation(config, name))
+            normal_(out, seed, name, offsets, shape, standard_deviation(config, name, shape))
 
 
 def unpadded_shape(config: ModelConfig, name: str, stored: Sequence[int]) -> list[int]:

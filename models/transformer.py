@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import Attention, AttentionBackend, SequenceContext
-from .blocks import BLOCKS, Block
+from .blocks import BLOCKS, Block, block_class
 from .collectives import axis
 from .config import ModelConfig
 from .feedforward import FEEDFORWARDS
 from .linear import accumulation_dtype
 from .losses import Elsewhere, HeadOptions, Term, capped, chunked_head_loss
 from .mtp import MTPBlock, fork, tokens_ahead
-from .norms import NORMS, Role, Site
+from .norms import Role, Site, make_norm
 from .shared import shared_modules
 
 
@@ -68,7 +68,7 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.compute_dtype: torch.dtype | None = None
-        self.wide_residual = config.residual_dtype == "float32"
+        self.wide_residual = config.wide_residual
         self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -144,8 +144,7 @@ def build_norm(
 ) -> nn.Module:
     """A norm over ``dim`` (the model's width) at block ``layer`` (behind the last one)."""
     site = Site(role, config.layers if layer is None else layer, config.layers)
-    norm: nn.Module = NORMS.build(config.norm, config.hidden if dim is None else dim, site)
-    return norm
+    return make_norm(config.norm, config.hidden if dim is None else dim, site)
 
 
 def build_block(config: ModelConfig, layer: int, backend: AttentionBackend) -> Block:
@@ -157,11 +156,13 @@ def build_block(config: ModelConfig, layer: int, backend: AttentionBackend) -> B
         return build_norm(config, role, layer)
 
     def head_norm(dim: int) -> nn.Module:
-        return build_norm(config, "head", layer, dim)
+        return build_norm(config, config.attention.qk_norm_span, layer, dim)
 
+    placement = block_class(config.block)
     attention = Attention(
-        config.attention, config.hidden, layer, layers, head_norm, config.position, backend
-    )
+        config.attention, config.hidden, layer, layers, head_norm, config.position, backend,
+        placement.head_norms,
+    )  # fmt: skip
     at = getattr(config.feedforward, "at", None)  # of kinds that differ from layer to layer
     chosen = config.feedforward if at is None else at(layer)
     feedforward = FEEDFORWARDS.build(chosen, config.hidden, layer, layers)
@@ -210,7 +211,7 @@ class Transformer(nn.Module):
                 if f"blocks.{layer}" in present
             }
         )
-        wants_norm = BLOCKS.component(BLOCKS.name_of(type(config.block))).final_norm  # type: ignore[attr-defined]
+        wants_norm = block_class(config.block).final_norm
         normed = "final_norm" in present and wants_norm
         self.final_norm = build_norm(config, "final") if normed else None
         self.mtp = nn.ModuleDict(

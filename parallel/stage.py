@@ -148,7 +148,7 @@ class Stage:
         number: int,
     ) -> None:
         self.weights, self.model, self.number = weights, weights.model, number
-        wide = self.model.config.residual_dtype == "float32"
+        wide = self.model.config.wide_residual
         self.dtype = accumulation_dtype(compute_dtype) if wide else compute_dtype
         self.wiring: Wiring = stage_wiring(placement, number)
         self.roots = sharded_units(self.model, map(unit_name, placement.stages[number]))

@@ -179,7 +179,7 @@ class StageMeter:
     @property
     def residual_dtype(self) -> torch.dtype:
         """Of what crosses stages."""
-        wide = self.config.model.residual_dtype == "float32"
+        wide = self.config.model.wide_residual
         return accumulation_dtype(self.compute_dtype) if wide else self.compute_dtype
 
     def edge_bytes(self, edge: Edge) -> int:

@@ -134,6 +134,10 @@ def test_golden_values() -> None:
     assert [float(v).hex() for v in big.view(-1)] == GOLDEN_FAR
 
 
+def std(config: ModelConfig, name: str, shape: tuple[int, ...] = (7, 5)) -> float:
+    return standard_deviation(config, name, shape)
+
+
 CONFIG = ModelConfig(vocab_size=83, vocab_multiple=8, hidden=16, layers=8)
 
 
@@ -163,10 +167,10 @@ def test_vocabulary_padding_changes_no_weight() -> None:
 
 
 def test_residual_outputs_shrink_with_depth() -> None:
-    assert standard_deviation(CONFIG, "blocks.0.attention.o_proj.weight") == 0.02 / 4
-    assert standard_deviation(CONFIG, "blocks.7.feedforward.down_proj.weight") == 0.02 / 4
-    assert standard_deviation(CONFIG, "blocks.0.feedforward.up_proj.weight") == 0.02
+    assert std(CONFIG, "blocks.0.attention.o_proj.weight") == 0.02 / 4
+    assert std(CONFIG, "blocks.7.feedforward.down_proj.weight") == 0.02 / 4
+    assert std(CONFIG, "blocks.0.feedforward.up_proj.weight") == 0.02
     flat = ModelConfig(layers=8, init=InitConfig(std=0.1, scale_outputs=False))
-    assert standard_deviation(flat, "blocks.0.attention.o_proj.weight") == 0.1
+    assert std(flat, "blocks.0.attention.o_proj.weight") == 0.1
     drawn = block("blocks.0.attention.o_proj.weight", (200, 200))
     assert float(drawn.std()) == pytest.approx(0.005, rel=0.02)
