@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .collectives import axis
 from .linear import accumulation_dtype
+from .token_weighting import TokenWeighting
 
 IGNORE = -100
 """Label of a row that carries no loss."""
@@ -97,6 +98,7 @@ class CrossEntropy:
     """(1 − ε)·(log_z − logit[label]) + ε·(log_z − mean logit) where label ≠ IGNORE.
 
     ``fields``: ``labels`` int64 [n], and optionally ``row_weights`` [n] multiplying each row.
+    ``weighting`` multiplies it by a constant that log_z − logit[label] decides.
     """
 
     normalizer: float
@@ -105,13 +107,17 @@ class CrossEntropy:
     name: str = "cross_entropy"
     labels: str = "labels"
     depth: int = 0
+    weighting: TokenWeighting | None = None
 
     def rows(self, rows: LogitRows, fields: Mapping[str, Tensor]) -> tuple[Tensor, LogitGradient]:
         labels, smoothing = fields[self.labels], self.label_smoothing
         valid = (labels != IGNORE).to(rows.log_z.dtype)
         if "row_weights" in fields:
             valid = valid * fields["row_weights"].to(valid.dtype)
-        loss = rows.log_z - (1 - smoothing) * rows.pick(labels)
+        picked = rows.pick(labels)
+        if self.weighting is not None:
+            valid = valid * self.weighting.weights(rows.log_z - picked)
+        loss = rows.log_z - (1 - smoothing) * picked
         gradient = LogitGradient(softmax=valid, onehot=[(labels, valid * (smoothing - 1))])
         if smoothing:
             loss = loss - smoothing * rows.mean()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.losses import IGNORE, CrossEntropy, Term, ZLoss
+from models.token_weighting import TokenWeighting
 from parallel.stage import MicroBatch
 
 from .base import OBJECTIVES, count_labels
@@ -31,6 +32,9 @@ class Causal:
 
     ``documents: attend`` lets a window's documents see each other and predicts across their
     boundaries; ``mask`` hides other documents and drops every label that would cross.
+
+    With a ``weighting`` the loss of next-token prediction is Σ −w log p / number of labels, the
+    term ``weighted``; the plain one is still reported, and evaluated.
     """
 
     primary = "cross_entropy"
@@ -45,6 +49,7 @@ class Causal:
         z_loss: float = field(
             default=0.0, metadata={"help": "weight of log_z² of the next token; 0 = off"}
         )
+        weighting: TokenWeighting = TokenWeighting()
         mtp_weight: float = field(
             default=0.3, metadata={"help": "multi-token prediction: weight of the mean over depths"}
         )
@@ -100,7 +105,13 @@ class Causal:
 
     def terms(self, counts: dict[str, int]) -> list[Term]:
         count = float(max(counts["labels"], 1))
-        terms: list[Term] = [CrossEntropy(count, self.config.label_smoothing)]
+        plain = CrossEntropy(count, self.config.label_smoothing)
+        terms: list[Term] = [plain]
+        if (weighting := self.config.weighting).kind != "none":
+            terms = [
+                replace(plain, weight=0.0),
+                replace(plain, weighting=weighting, name="weighted"),
+            ]
         if self.config.z_loss:
             terms.append(ZLoss(count, self.config.z_loss))
         return terms + [self._mtp_term(depth, counts) for depth in range(1, self.mtp_depth + 1)]

@@ -54,6 +54,14 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["precision.weights=float64"],
         ["precision.compute", "float32 does not go with weights=float64"],
     ),
+    "share of no weighting": (
+        ["objective.weighting.alpha=0.3"],
+        ["objective.weighting.alpha", "kind=none: it would be ignored"],
+    ),
+    "weighting": (
+        ["objective.weighting={kind: geometrical, alpha: 2}"],
+        ["objective.weighting.kind", "'geometric'"],
+    ),
     "momentum of no Muon": (
         ["optimizer.muon.momentum=0.9"],
         ["optimizer.muon", "matrices=adamw: it would be ignored"],

@@ -69,11 +69,11 @@ def global_batch(case: Case, step: int = 0) -> tuple[Tensor, Tensor]:
     return tokens, starts.long().cumsum(1)
 
 
-def ragged_labels(case: Case, labels: Tensor, step: int) -> Tensor:
-    """Drop labels so that sequence i keeps about i/n of them, and the first none."""
+def kept_labels(case: Case, step: int) -> Tensor:
+    """[sequences, SEQUENCE]: sequence i keeps about i/n of its labels, and the first none."""
     generator = torch.Generator().manual_seed(2000 + step)
     keep = torch.arange(case.sequences)[:, None] / case.sequences
-    return labels.masked_fill(torch.rand(labels.shape, generator=generator) >= keep, IGNORE)
+    return torch.rand((case.sequences, SEQUENCE), generator=generator) < keep
 
 
 def micro_batches(case: Case, engine: Engine, step: int = 0) -> list[Any]:
@@ -84,19 +84,21 @@ def micro_batches(case: Case, engine: Engine, step: int = 0) -> list[Any]:
 
 def micro_batches_of(case: Case, step: int, data_rank: int, data_size: int) -> list[Any]:
     tokens, documents = global_batch(case, step)
+    keep = kept_labels(case, step)
     objective = build_objective(case.objective, case.model)
-    whole = objective.micro_batch(tokens, documents, range(case.sequences))
-    fields = {name: ragged_labels(case, labels, step) for name, labels in whole.fields.items()}
     share = case.sequences // data_size
     size = share // case.micro_batches
     assert size * case.micro_batches * data_size == case.sequences
     result = []
-    for index in range(case.micro_batches):
-        begin = data_rank * share + index * size
+    for begin in range(data_rank * share, (data_rank + 1) * share, size):
         span = slice(begin, begin + size)
-        seen = None if whole.documents is None else whole.documents[span]
-        own = {name: labels[span] for name, labels in fields.items()}
-        result.append(replace(whole, ids=whole.ids[span], fields=own, documents=seen))
+        batch = objective.micro_batch(tokens[span], documents[span], range(begin, begin + size))
+        views = batch.ids.shape[0] // size  # rows per sequence, one behind the other
+        dropped = ~keep[span].repeat_interleave(views, 0)
+        for name, value in batch.fields.items():
+            if name.startswith("labels"):
+                batch.fields[name] = value.masked_fill(dropped, IGNORE)
+        result.append(batch)
     return result
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from models.losses import (
     chunked_head_loss,
     evaluate_head,
 )
+from models.token_weighting import LOWEST, TokenWeighting
 from parallel.collectives import GroupAxis
 from tests.distributed import run_ranks
 
@@ -346,3 +347,68 @@ def test_vocabulary_shards_equal_the_whole() -> None:
                 assert all(error(part[1][name], sums[name]) <= 1e-12 for name in sums)
             assert error(sum(part[2] for part in parts), d_hidden) <= 1e-12
             assert error(torch.cat([part[3] for part in parts]), d_weight) <= 1e-12
+
+
+def written_out(kind: str, alpha: float, p: Tensor) -> Tensor:
+    return {
+        "geometric": p**alpha,
+        "harmonic": 1 / ((1 - alpha) + alpha / p),  # the harmonic mean of 1 and p
+        "linear": (1 - alpha) + alpha * p,
+    }[kind]
+
+
+KINDS: list[Any] = ["geometric", "harmonic", "linear"]
+WEIGHTINGS = [TokenWeighting(kind, alpha) for kind, alpha in itertools.product(KINDS, (0.3, 1.0))]
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS, ids=str)
+def test_weighted_tokens_have_weighted_gradients(weighting: TokenWeighting) -> None:
+    """w·(softmax − onehot), w from the probability of the label; the divisor is not Σ w."""
+    data = inputs(16)
+    data["labels"][:3] = IGNORE
+    hidden, weight = data["hidden"], data["weight"][:VOCAB]
+    p = torch.softmax(hidden @ weight.T, 1)
+    label = data["labels"].clamp(min=0)[:, None]
+    w = written_out(weighting.kind, weighting.alpha, p.gather(1, label)[:, 0])
+    w = w * (data["labels"] != IGNORE)
+    gradient = w[:, None] * (p - F.one_hot(label[:, 0], VOCAB)) / 7.0
+    result = evaluate_head(
+        hidden, data["weight"], {"labels": data["labels"]},
+        [CrossEntropy(7.0, weighting=weighting, name="weighted")], HeadOptions(VOCAB, None, 4),
+        gradients=True,
+    )  # fmt: skip
+    assert result.d_hidden is not None and result.d_weight is not None
+    assert error(result.d_hidden, gradient @ weight) <= 1e-12
+    assert error(result.d_weight[:VOCAB], gradient.T @ hidden) <= 1e-12
+    rows = -w * p.gather(1, label)[:, 0].log()
+    assert error(result.sums["weighted"], rows.sum()) <= 1e-12
+    assert error(result.total, rows.sum() / 7.0) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_share_zero_is_plain_cross_entropy_bit_for_bit(kind: Any, dtype: torch.dtype) -> None:
+    data = inputs(16)
+    data["labels"][2] = IGNORE
+    data["hidden"][4] *= 500  # probabilities that are 0 in any dtype
+    plain_term = CrossEntropy(7.0, 0.1)
+    weighted = replace(plain_term, weighting=TokenWeighting(kind, 0.0), name="weighted")
+    found = []
+    for terms in ([plain_term], [replace(plain_term, weight=0.0), weighted]):
+        hidden, weight = (data[name].to(dtype) for name in ("hidden", "weight"))
+        options = HeadOptions(VOCAB, None, 4)
+        found.append(evaluate_head(hidden, weight, data, terms, options, gradients=True))
+    one, two = found
+    assert one.total.equal(two.total) and one.sums["cross_entropy"].equal(two.sums["weighted"])
+    assert one.sums["cross_entropy"].equal(two.sums["cross_entropy"])
+    assert one.d_hidden is not None and two.d_hidden is not None and two.d_weight is not None
+    assert one.d_weight is not None
+    assert one.d_hidden.equal(two.d_hidden) and one.d_weight.equal(two.d_weight)
+
+
+def test_weights_stay_within_their_bounds() -> None:
+    surprise = torch.tensor([0.0, -1e-9, 1.0, 50.0, 1e4])
+    for weighting in WEIGHTINGS:
+        found = weighting.weights(surprise)
+        assert found.isfinite().all() and found.min() >= LOWEST and found.max() <= 1
+        assert (found[1:] <= found[:-1]).all()

@@ -11,6 +11,7 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.losses import IGNORE, CrossEntropy, ZLoss
 from models.mtp import MTPConfig
+from models.token_weighting import TokenWeighting
 from pretrain.objectives.base import OBJECTIVES, build_objective, count_labels
 from pretrain.objectives.causal import Causal
 
@@ -73,6 +74,19 @@ def test_counts_and_terms() -> None:
     assert full.terms({"labels": 18}) == [CrossEntropy(18.0, 0.1), ZLoss(18.0, 1e-4)]
     assert objective.terms({"labels": 0}) == [CrossEntropy(1.0)]  # no label anywhere: no division
     assert count_labels([], "labels", IGNORE) == 0
+
+
+def test_weighted_tokens_are_optimised_and_plain_ones_reported() -> None:
+    weighting = TokenWeighting("linear", 0.25)
+    objective = build(depth=1, weighting=weighting, z_loss=1e-4)
+    plain, weighted, z, mtp = objective.terms({"labels": 18, "labels_1": 16})
+    assert (plain.name, plain.weight, plain.weighting) == ("cross_entropy", 0.0, None)
+    assert (weighted.name, weighted.weight, weighted.weighting) == ("weighted", 1.0, weighting)
+    assert plain.normalizer == weighted.normalizer == 18.0  # labels, never the sum of weights
+    assert (z.name, mtp.name, mtp.weighting) == ("z_loss", "mtp_1", None)
+    assert objective.evaluation_terms({"labels": 18}) == [CrossEntropy(18.0)]
+    config = Causal.Config(weighting=TokenWeighting())
+    assert build_objective(config).terms({"labels": 18}) == [CrossEntropy(18.0)]
 
 
 X = IGNORE
