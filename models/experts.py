@@ -195,7 +195,7 @@ class BalanceConfig:
     )
     z_loss: float = field(default=0.0, metadata={"help": "weight of (log Σ exp logits)²; 0 = off"})
     entropy: float = field(
-        default=0.0, metadata={"help": "weight of the probabilities' entropy; 0 = off"}
+        default=0.0, metadata={"help": "weight of the entropy of softmax(logits); 0 = off"}
     )
 
     def problems(self) -> Problems:
@@ -350,7 +350,7 @@ class MoE(nn.Module):
         if balance.z_loss:
             found["router_z"] = balance.z_loss, router_z(routing.logits)
         if balance.entropy:
-            found["router_entropy"] = balance.entropy, entropy(routing.probabilities)
+            found["router_entropy"] = balance.entropy, entropy(routing.logits)
         return found
 
     def _with_losses(self, routing: Routing, sequences: int) -> Tensor:

@@ -235,7 +235,6 @@ class TopP(Router):
         order = logits.argsort(dim=-1, descending=True, stable=True)
         sorted_values = values.gather(-1, order)
         before = sorted_values.cumsum(-1) - sorted_values
-        before[..., 0] = 0.0
         before[..., self.max_active :] = torch.inf
         return torch.zeros_like(values, dtype=torch.bool).scatter_(
             -1, order, before < self.config.p

@@ -31,7 +31,7 @@ def bisection(r: Tensor, k: Tensor | float, scale: float = 1.0) -> Tensor:
         z = (r - t) / scale
         return torch.where(z <= 0, 0.5 * z.clamp(max=0).exp(), 1 - 0.5 * (-z.clamp(min=0)).exp())
 
-    for _ in range(200):
+    for _ in range(100):
         middle = (low + high) / 2
         too_many = gates(middle).sum(-1, keepdim=True) > k
         low, high = torch.where(too_many, middle, low), torch.where(too_many, high, middle)
