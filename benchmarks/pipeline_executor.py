@@ -47,7 +47,7 @@ from parallel.pipeline.schedules import make_schedule
 from parallel.pipeline.simulate import simulate
 from parallel.pipeline.units import Placement
 from parallel.stage import MicroBatch, ShardedWeights, Stage, unit_name
-from pretrain.placement import plan_placement
+from pretrain.placement import plan_pipeline
 
 RANKS = 2
 VIRTUAL = {"1f1b": 1, "interleaved": 2}
@@ -101,7 +101,7 @@ class Both:
         config = shape.config()
         pipeline = PipelineConfig(name, VIRTUAL[name])  # type: ignore[arg-type]
         parallel = ParallelConfig(dp=1, pp=RANKS, pipeline=pipeline)
-        self.placement = plan_placement(config, parallel, shape.length)
+        self.placement = plan_pipeline(config, parallel, shape.length).placement
         self.schedule = make_schedule(name, self.placement, shape.micro_batches)
         torch.manual_seed(0)
         self.models = {

@@ -21,9 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from models.config import ModelConfig
 from models.feedforward import widths
 
-from .pipeline.planner import PlanRequest, make_placement
-from .pipeline.units import model_units
-
 AXES = ("pp", "dp", "fsdp", "tp")
 
 
@@ -63,9 +60,19 @@ class PipelineConfig:
         default=None,
         metadata={"help": "planner=adahc: most micro-batches between forward and backward"},
     )
-
+    max_memory_gib: float | None = field(
+        default=None,
+        metadata={"help": "planner=adahc: most memory of a rank, as launch/plan.py estimates it"},
+    )
     costs: str | None = field(
         default=None, metadata={"help": "file with times per unit; null = in proportion to FLOPs"}
+    )
+    flops_per_byte: float = field(
+        default=10.0,
+        metadata={
+            "help": "FLOPs while a byte of memory is moved, for what a head costs however few its"
+            " rows: about 10 on a CPU core, 100 and more on an accelerator"
+        },
     )
     measure_every: int = field(
         default=50,
@@ -103,12 +110,14 @@ class PipelineConfig:
         if self.planner == "adahc" and self.schedule not in ("adahc", "adahc_zb"):
             text = f"{self.schedule!r} runs no head chunks: planner=adahc needs adahc or adahc_zb"
             found.append(("schedule", text))
-        for name in ("head_chunks", "max_hosts", "max_in_flight"):
+        for name in ("head_chunks", "max_hosts", "max_in_flight", "max_memory_gib"):
             value = getattr(self, name)
             if value is not None and self.planner != "adahc":
                 found.append((name, "is set but planner is not adahc: it would be ignored"))
-            elif value is not None and value < 1:
+            elif value is not None and not 0 < value < math.inf:
                 found.append((name, f"must be positive, got {value}"))
+        if not 0 <= self.flops_per_byte < math.inf:
+            found.append(("flops_per_byte", f"must not be negative, got {self.flops_per_byte}"))
         if self.measure_every < 0:
             found.append(("measure_every", f"must not be negative, got {self.measure_every}"))
         if self.rebalance and not (self.planner == "adahc" and self.measure_every):
@@ -232,8 +241,7 @@ def _expert_problems(
 def _placement_problems(
     parallel: ParallelConfig, model: ModelConfig, sequence_length: int
 ) -> list[tuple[str, str]]:
-    """Why the planner cannot place the model; the planners that need costs can if every stage gets
-    a unit."""
+    """What no planner can place."""
     pipeline, depth = parallel.pipeline, model.mtp.depth
     stages = parallel.pp * pipeline.virtual_stages
     if stages > model.layers + 3 + 2 * depth:
@@ -248,21 +256,6 @@ def _placement_problems(
     if rows % pipeline.chunks(rows):
         text = f"{pipeline.head_chunks} does not divide the {rows} positions of a rank"
         return [("parallel.pipeline.head_chunks", text)]
-    if pipeline.planner not in ("uniform", "explicit"):
-        return []
-    units = tuple(model_units(model.layers, depth))
-    request = PlanRequest(
-        units, parallel.pp, pipeline.virtual_stages, layout=pipeline.layout,
-        mtp_input=model.mtp.wiring,
-    )  # fmt: skip
-    try:
-        placement = make_placement(pipeline.planner, request)
-    except ValueError as error:
-        name = "layout" if pipeline.planner == "explicit" else "planner"
-        return [(f"parallel.pipeline.{name}", str(error))]
-    if placement.num_stages != stages and not pipeline.schedule.startswith("adahc"):
-        text = f"describes {placement.num_stages} stages, but pp·virtual_stages = {stages}"
-        return [("parallel.pipeline.layout", text)]
     return []
 
 

@@ -13,6 +13,7 @@ import torch
 from data_tools.manifest import Manifest
 from models.config import SIZES, ModelConfig
 from models.hf_names import NATIVE_TARGETS, obstacles
+from models.positions import biases_scores
 from parallel.mesh import ParallelConfig, layout_problems
 
 from .decode import decode, read_layers, source_of
@@ -21,7 +22,7 @@ from .metrics import MetricsConfig
 from .objectives.base import OBJECTIVES
 from .objectives.causal import Causal
 from .optimizer_config import OptimizerConfig
-from .placement import plan_placement
+from .placement import placement_problems
 from .schedule import ScheduleConfig
 from .yaml_text import ConfigError, Problem, Tree, merge, nearest
 
@@ -299,6 +300,8 @@ class RunConfig:
         if self.kernels.attention == "flash":
             if getattr(self.objective, "documents", "") == "mask":
                 found.append(("kernels.attention", "flash has no document mask: use flex or sdpa"))
+            if biases_scores(self.model.position):
+                found.append(("kernels.attention", "flash has no position bias: use flex or sdpa"))
             if self.precision.compute != "bfloat16":
                 text = f"flash computes in bfloat16 only, not {self.precision.compute}"
                 found.append(("kernels.attention", text))
@@ -325,12 +328,10 @@ class RunConfig:
                 ("training.batch_tokens", f"{training.batch_tokens} tokens are {training.batch}"
                  f" sequences, not a multiple of micro_batch·dp·fsdp = {share}")
             )  # fmt: skip
-        if parallel.pp > 1 and not found:
-            try:
-                count = training.batch // share
-                plan_placement(self.model, parallel, training.sequence_length, count)
-            except ValueError as error:
-                found.append(("parallel.pipeline", str(error)))
+        if parallel.pp > 1 and not any(path.startswith("parallel.p") for path, _ in found):
+            length, micro = training.sequence_length, training.micro_batch
+            count = max(training.batch // share, 1)
+            found += placement_problems(self.model, parallel, length, count, micro)
         return found
 
 

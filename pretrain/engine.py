@@ -28,7 +28,7 @@ from parallel.split import split_linear_maps
 from parallel.stage import MicroBatch, ShardedWeights, Stage
 
 from .objectives.base import Objective
-from .placement import cost_table, plan_placement, plan_request, rank_units, shared_hosts
+from .placement import cost_table, plan_pipeline, rank_units, shared_hosts
 
 
 @dataclass
@@ -98,7 +98,6 @@ class Engine:
             for number in placement.stages_of(rank)
         }
         self.weights.forget()
-        self._links = self._make_links()
         self._executors: dict[int, Executor] = {}
 
     def schedule(self, micro_batches: int) -> Schedule:
@@ -110,14 +109,15 @@ class Engine:
             pipeline.schedule, self.placement, micro_batches, conditions, sharded=keeps_weights
         )
 
-    def _make_links(self) -> Links:
+    def _make_links(self, schedule: Schedule) -> Links:
+        """What the schedule needs and is not there yet; collective."""
         mesh = self.model.mesh
         if mesh.size("pp") == 1:
             return Links(0, (0,), {}, mesh.device)
         assert mesh.device_mesh is not None
         pipelines = mesh.device_mesh.mesh.reshape(mesh.size("pp"), -1).T.tolist()
         timeout = timedelta(minutes=self.parallel.timeout_minutes)
-        return create_links(self.schedule(1), pipelines, mesh.device, timeout, self._links)
+        return create_links(schedule, pipelines, mesh.device, timeout, self._links)
 
     def executor(self, micro_batches: int) -> Executor:
         """The checked action lists for this number of micro-batches, prepared once."""
@@ -130,7 +130,7 @@ class Engine:
                 # Whether head weights are made apart is a property of the schedule's kind.
                 assert not self._executors or stage.split_head == (number in split)
                 stage.split_head = number in split
-            assert self._links is not None
+            self._links = self._make_links(schedule)
             timeout = 60 * self.parallel.timeout_minutes
             self._executors[micro_batches] = Executor(
                 schedule, self.stages, self._links, timeout=timeout
@@ -219,16 +219,20 @@ def build_engine(
     sequence_length: int,
     placement: Placement | None = None,
     micro_batches: int | None = None,
+    micro_batch: int = 1,
 ) -> Engine:
     """Plan (unless a ``placement`` is given), build, shard and initialise this rank's part of the
-    model.  ``micro_batches`` of a usual step: what the plan is made for."""
-    request = plan_request(config, parallel, sequence_length, micro_batches)
-    placement = placement or plan_placement(config, parallel, sequence_length, micro_batches)
+    model.  ``micro_batches`` of a usual step, each of ``micro_batch`` sequences: what the plan is
+    made for."""
+    if placement is None:
+        request, placement = plan_pipeline(
+            config, parallel, sequence_length, micro_batches, micro_batch
+        )
+        costs, network = request.costs, request.network
+    else:
+        chunks = sum(unit.kind == HEAD and unit.index == 0 for unit in placement.units)
+        costs, network = cost_table(config, sequence_length, chunks, micro_batch), INSTANT
     units, hosts = rank_units(placement, mesh.rank("pp")), shared_hosts(config, placement)
     model = build_parallel_model(config, parallel, mesh, options, units, hosts)
-    costs = request.costs
-    if placement.units != request.units:
-        chunks = sum(unit.kind == HEAD and unit.index == 0 for unit in placement.units)
-        costs = cost_table(config, sequence_length, chunks=chunks)
     dtype = options.compute_dtype or options.dtype
-    return Engine(model, parallel, placement, dtype, costs, request.network)
+    return Engine(model, parallel, placement, dtype, costs, network)

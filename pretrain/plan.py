@@ -23,7 +23,7 @@ from parallel.stage import unit_name
 
 from .config import RunConfig, check_run
 from .memory import RankMemory, memory_per_rank
-from .placement import plan_placement, plan_request, rank_units
+from .placement import plan_pipeline, rank_units
 from .planner_table import PlannerTable, planner_json, planner_lines, planner_table
 from .throughput import CHINCHILLA_TOKENS_PER_PARAMETER
 
@@ -109,16 +109,17 @@ def make_plan(
     pipeline, length = parallel.pipeline, training.sequence_length
     data_ranks = parallel.replicas(world_size) * parallel.fsdp
     micro_batches = training.batch // (data_ranks * training.micro_batch)
-    placement = plan_placement(model, parallel, length, micro_batches)
-    request = plan_request(model, parallel, length, micro_batches)
+    request, placement = plan_pipeline(
+        model, parallel, length, micro_batches, training.micro_batch
+    )  # fmt: skip
     assert request.costs is not None
     conditions = Conditions(request.costs, request.network, pipeline.max_in_flight)
     schedule = make_schedule(pipeline.schedule, placement, micro_batches, conditions)
     if flops_per_second is None and config.metrics.peak_tflops is not None:
         flops_per_second = ASSUMED_UTILISATION * config.metrics.peak_tflops * 1e12
     sizes = unit_sizes(model, length)
-    # Times from a file are in seconds; FLOPs are those of one sequence on all tensor ranks.
-    scale = training.micro_batch / parallel.tp / (flops_per_second or 1.0)
+    # Times from a file are in seconds; FLOPs are those of all tensor ranks.
+    scale = 1 / parallel.tp / (flops_per_second or 1.0)
     seconds = pipeline.costs is not None or flops_per_second is not None
     scale = 1.0 if pipeline.costs is not None else scale
     costs, network = request.costs.scaled(scale), request.network

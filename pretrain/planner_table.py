@@ -9,13 +9,11 @@ from typing import Any
 from models.config import ModelConfig
 from parallel.mesh import ParallelConfig
 from parallel.pipeline.comparison import Comparison, Entry, compare_planners
-from parallel.pipeline.cost import CostTable
 from parallel.pipeline.layout import write_layout
 
 from .config import TrainingConfig
 from .placement import plan_request
 
-STATES = 4  # weight, gradient and two moments of AdamW, all of the weight's type
 MOST_LISTED = 16  # ranks whose loads are printed one by one
 NOTES = """\
 adahc takes the fastest plan of all kinds; vocab (heads divided by vocabulary over the ranks) and
@@ -45,30 +43,11 @@ def planner_table(
     split = pipeline.splits_weight_gradients
     fitted = replace(pipeline, planner="adahc", schedule="adahc_zb" if split else "adahc")
     request = plan_request(
-        model, replace(parallel, pipeline=fitted), training.sequence_length, micro_batches
-    )
-    assert request.costs is not None
-    costs = _with_bytes(request.costs, parallel, training)
-    comparison = compare_planners(replace(request, costs=costs), half_blocks)
+        model, replace(parallel, pipeline=fitted), training.sequence_length, micro_batches,
+        training.micro_batch,
+    )  # fmt: skip
+    comparison = compare_planners(request, half_blocks)
     return PlannerTable(comparison, training.batch_tokens, scale, unit)
-
-
-def _with_bytes(costs: CostTable, parallel: ParallelConfig, training: TrainingConfig) -> CostTable:
-    """Bytes of a rank and a micro-batch instead of a whole model and a sequence."""
-    stored = STATES / (parallel.tp * parallel.fsdp)
-    passing = training.micro_batch / parallel.tp
-    return CostTable(
-        by_unit={
-            unit: replace(
-                cost,
-                activation_bytes=cost.activation_bytes * passing,
-                output_bytes=cost.output_bytes * training.micro_batch,
-                parameter_bytes=cost.parameter_bytes * stored,
-                shared_bytes=tuple((name, size * stored) for name, size in cost.shared_bytes),
-            )
-            for unit, cost in costs.by_unit.items()
-        }
-    )
 
 
 def planner_lines(table: PlannerTable) -> list[str]:

@@ -122,7 +122,7 @@ class Trainer:
         )
         self.engine = build_engine(
             config.model, config.parallel, mesh, options, config.training.sequence_length,
-            micro_batches=config.training.batch // (micro * mesh.data_size),
+            micro_batches=config.training.batch // (micro * mesh.data_size), micro_batch=micro,
         )  # fmt: skip
         self.pipeline = PipelineMeter(self.engine, self.folder, self.rank == 0)
         self.model = self.engine.model

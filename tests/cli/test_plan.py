@@ -191,7 +191,8 @@ def test_all_planners(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_the_plan_of_divided_heads(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pipeline = "parallel.pipeline={planner: adahc, schedule: adahc, head_chunks: 8}"
+    free = "flops_per_byte: 0"  # as if dividing cost nothing
+    pipeline = f"parallel.pipeline={{planner: adahc, schedule: adahc, head_chunks: 8, {free}}}"
     large = ["model.vocab_size=2000", "parallel.pp=3", "model.layers=5"]
     found = plan(capsys, recipe, *MTP, *large, pipeline)
     units = [unit for stage in found["pipeline"]["stages"] for unit in stage["units"]]

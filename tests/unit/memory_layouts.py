@@ -10,7 +10,7 @@ from models.mtp import MTPConfig
 from parallel.mesh import ParallelConfig, PipelineConfig
 from parallel.pipeline.units import Placement
 from pretrain.config import DataConfig, PrecisionConfig, RunConfig, SourceConfig, TrainingConfig
-from pretrain.placement import plan_placement
+from pretrain.placement import plan_pipeline
 from tests.parity.placements import scattered
 
 SEQUENCE = 16
@@ -49,7 +49,7 @@ class Layout:
 
     @property
     def placement(self) -> Placement:
-        return self.placed or plan_placement(self.model, self.parallel, self.sequence)
+        return self.placed or plan_pipeline(self.model, self.parallel, self.sequence).placement
 
     @property
     def config(self) -> RunConfig:

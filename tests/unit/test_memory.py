@@ -35,7 +35,7 @@ from pretrain.objectives.base import build_objective
 from pretrain.objectives.causal import Causal
 from pretrain.observed import WHOLE, Allocations, Driving
 from pretrain.optimizer import ShardedOptimizer
-from pretrain.placement import plan_placement, rank_units
+from pretrain.placement import plan_pipeline, rank_units
 from tests.distributed import run_ranks
 from tests.parity.placements import scattered
 from tests.unit.memory_layouts import (
@@ -339,7 +339,8 @@ def test_the_peak_with_a_large_vocabulary() -> None:
 
 
 def check_peak(config: RunConfig, micro_batches: int) -> RankMemory:
-    placement = plan_placement(config.model, config.parallel, config.training.sequence_length)
+    length = config.training.sequence_length
+    placement = plan_pipeline(config.model, config.parallel, length).placement
     schedule = make_schedule("1f1b", placement, micro_batches)
     (memory,) = memory_per_rank(config, 1, placement, schedule)
     engine = real_engine(config)

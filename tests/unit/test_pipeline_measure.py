@@ -126,4 +126,15 @@ def test_costs_of_a_model_count_shared_weights_once_per_rank() -> None:
     apart = star([[0, 0, 1, 1], [1, 1, 1, 1]])
     block = table[Unit("t", 0)].parameter_bytes
     assert table.rank_parameters(apart)[0] == vocabulary + block
-    assert table[Unit("h", 0, 1)].forward * 4 == pytest.approx(2 * 200 * config.hidden * 32)
+    flops = 2 * 200 * config.hidden * 32
+    for micro_batch, per_byte in ((1, 0.0), (3, 10.0), (1, 100.0)):
+        table = cost_table(config, 32, 4, micro_batch, per_byte)
+        whole = table.together(Unit("h", 0, c) for c in range(4))
+        assert whole.forward == pytest.approx(flops * micro_batch)
+        assert whole.load == pytest.approx(3 * flops * micro_batch)
+        half = table.together(Unit("h", 0, c) for c in range(2)).load
+        moved = 4 * vocabulary * per_byte
+        share = moved / (moved + whole.load)
+        assert half / whole.load == pytest.approx((1 + share) / 2)
+        assert table.exchange == {"vocabulary": 10 * vocabulary * per_byte}
+        assert table[Unit("n")].output_bytes == config.hidden * 32 * micro_batch * 4
