@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from models.blocks import BLOCKS
-from models.feedforward import FEEDFORWARDS
-from models.norms import NORMS
-from models.positions import POSITIONS, AdaRoPE
+from models.blocks import PeriNormBlock, ReorderedNormBlock, SpanNormBlock
+from models.config import InitConfig, ModelConfig
+from models.mtp import MTPConfig
+from models.norms import BHyT, RMSNorm
+from models.positions import AdaRoPE
 from parallel.mesh import ParallelConfig, PipelineConfig
+from tests.components import FIELDS, chosen, legal_pairs
 from tests.parity.harness import SMALL, Case, assert_parity, run_together
 
 pytestmark = pytest.mark.parity
@@ -20,20 +21,19 @@ LAYOUTS = {
     "tp2-sp": (2, 2, ParallelConfig(tp=2, sp=True)),
     "tp2": (2, 1, ParallelConfig(tp=2)),
     "pp2-interleaved": (2, 3, ParallelConfig(pp=2, pipeline=PipelineConfig("interleaved", 2))),
+    "pp2-uneven": (2, 3, ParallelConfig(pp=2)),  # five blocks
     "fsdp2-recompute": (2, 2, ParallelConfig(fsdp=2, recompute="selective")),
 }
-FIELDS: dict[str, Any] = {
-    "norm": NORMS,
-    "block": BLOCKS,
-    "position": POSITIONS,
-    "feedforward": FEEDFORWARDS,
-}
+WHOLE = replace(SMALL.attention, qk_norm_span="projection")
+# Weights so large, and sequences so short, that attention adds much to the residual stream.
+STRONG = InitConfig(std=0.2, scale_outputs=False)
+STRONG_BHYT = BHyT.Config(sequence_length=2, attention_lambda=5.0)
 
 
-def component_cases() -> dict[str, Any]:
+def component_cases() -> dict[str, ModelConfig]:
     """``field-name`` to the small model with that component, default settings otherwise."""
     return {
-        f"{field}-{name}": replace(SMALL, **{field: registry.config_class(name)()})
+        f"{field}-{name}": chosen(SMALL, **{field: name})
         for field, registry in FIELDS.items()
         for name in registry.names()
     } | {
@@ -46,21 +46,44 @@ def component_cases() -> dict[str, Any]:
             for g, t in (("none", "query"), ("global", "context"), ("layer", "power"))
         },
         "wide-residual": replace(SMALL, residual_dtype="float32"),
+        "bhyt-strong": replace(SMALL, norm=STRONG_BHYT, init=STRONG),
+        "bhyt-fixed": replace(SMALL, norm=BHyT.Config(learn_lambda=False)),
+        "rms-gain": replace(SMALL, norm=RMSNorm.Config(gain=0.1)),
+        "olmo2": replace(SMALL, block=ReorderedNormBlock.Config(), attention=WHOLE),
+        "span-alpha": replace(SMALL, block=SpanNormBlock.Config(residual_alpha=2.0)),
+        "peri-embedding": replace(SMALL, block=PeriNormBlock.Config(embedding_norm=True)),
+        "lns-mtp": replace(chosen(SMALL, block="lns"), mtp=MTPConfig(2)),
+        "hybrid_star-mtp": replace(chosen(SMALL, block="hybrid_star"), mtp=MTPConfig(2)),
     }
 
 
-def cases(layout: str) -> dict[str, Case]:
+def pair_cases() -> dict[str, ModelConfig]:
+    """Every norm with every block that it goes with."""
+    return {f"{n}-{b}": chosen(SMALL, norm=n, block=b) for n, b in legal_pairs()}
+
+
+def cases(layout: str, models: dict[str, ModelConfig]) -> dict[str, Case]:
     world, micro_batches, parallel = LAYOUTS[layout]
     return {
         name: Case(world=world, micro_batches=micro_batches, parallel=parallel, model=model)
-        for name, model in component_cases().items()
+        for name, model in models.items()
     }
 
 
+def check(layout: str, models: dict[str, ModelConfig], name: str) -> None:
+    found = cases(layout, models)
+    run_together([case.reference() for case in found.values()])
+    run_together(list(found.values()))
+    assert_parity(found[name])
+
+
 @pytest.mark.parametrize("component", component_cases())
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp2-sp", "tp2", "pp2-interleaved", "fsdp2-recompute"])
 def test_component_under_layout(layout: str, component: str) -> None:
-    chosen = cases(layout)
-    run_together([case.reference() for case in chosen.values()])
-    run_together(list(chosen.values()))
-    assert_parity(chosen[component])
+    check(layout, component_cases(), component)
+
+
+@pytest.mark.parametrize("pair", pair_cases())
+@pytest.mark.parametrize("layout", ["tp2-sp", "pp2-uneven"])
+def test_norm_and_block_under_layout(layout: str, pair: str) -> None:
+    check(layout, pair_cases(), pair)

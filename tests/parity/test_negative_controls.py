@@ -7,25 +7,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from models.adarope import LearnedTable
+from models.collectives import bound
+from models.norms import AttentionVariance, ProjectionRMSNorm, RMSNorm
 from models.positions import AdaRoPE, LeRoPE
 from parallel import gradients
 from parallel.apply import local_tensor
 from parallel.mesh import ParallelConfig
 from parallel.stage import ShardedWeights
 from pretrain.engine import Engine
+from tests.components import chosen
 from tests.parity.harness import SMALL, Case, assert_parity
+from tests.parity.test_components import component_cases
 
 pytestmark = pytest.mark.parity
 
 TIED = replace(SMALL, tie_embeddings=True)
 ADAROPE = replace(SMALL, position=AdaRoPE.Config())
 LEROPE = replace(SMALL, position=LeRoPE.Config())
+LNS = chosen(SMALL, block="lns")
+OLMO2, STRONG_BHYT = component_cases()["olmo2"], component_cases()["bhyt-strong"]
 DP2 = Case(world=2, micro_batches=2, parallel=ParallelConfig(dp=2))
 FSDP2 = Case(world=2, micro_batches=2, parallel=ParallelConfig(fsdp=2))
 FSDP2_KEEP = replace(FSDP2, parallel=ParallelConfig(fsdp=2, reshard_after_forward=False))
@@ -119,6 +126,28 @@ def keep_shared_table_apart(engine: Engine) -> None:
     del engine.model.hosts["shared.position.log_scale"]
 
 
+def count_layers_by_stage(engine: Engine) -> None:
+    """A block knows its place on this stage, and takes it for its place in the model."""
+    for number, block in enumerate(engine.model.part.blocks.values()):
+        block.layer = number  # type: ignore[assignment]
+
+
+def norm_own_heads(engine: Engine) -> None:
+    """The norm of a whole projection takes the heads of its rank for all."""
+    for module in engine.model.part.modules():
+        if isinstance(module, ProjectionRMSNorm):
+            module.forward = partial(RMSNorm.forward, module)  # type: ignore[method-assign]
+
+
+def measure_one_shard(engine: Engine) -> None:
+    """BHyT's c from the heads of one rank."""
+    for module in engine.model.part.modules():
+        if isinstance(module, AttentionVariance):
+            whole = module.measured()
+            with bound({}):
+                module.c.mul_(module.measured() / whole)
+
+
 CONTROLS: dict[str, tuple[Case, Callable[[Engine], None]]] = {
     "dropped-data-reduction": (DP2, drop_data_reduction),
     "dropped-sequence-reduction": (TP2_SP, drop_partial_reduction),
@@ -131,6 +160,9 @@ CONTROLS: dict[str, tuple[Case, Callable[[Engine], None]]] = {
     "dropped-block": (PP2, drop_a_block),
     "detached-frequencies": (replace(DP2, model=ADAROPE), detach_frequencies),
     "unshared-table": (replace(PP2, model=LEROPE), keep_shared_table_apart),
+    "stage-local-layer": (replace(PP2, model=LNS), count_layers_by_stage),
+    "own-heads-normed": (replace(TP2_SP, model=OLMO2), norm_own_heads),
+    "one-shard-measured": (replace(TP2_SP, model=STRONG_BHYT), measure_one_shard),
     "never-synchronised": (FSDP2_KEEP, skip_last_synchronisation),
 }
 
