@@ -98,10 +98,13 @@ def _sum_over_hosts(model: ParallelModel, name: str, hosts: tuple[int, ...]) -> 
     parameter = dict(model.named_parameters())[name]
     if not parameter.requires_grad:
         return
-    gradient = local_gradient(parameter)
-    assert gradient.is_contiguous()
+    sum_over_ranks(local_gradient(parameter), hosts, me, group)
+
+
+def sum_over_ranks(mine: Tensor, hosts: tuple[int, ...], me: int, group: dist.ProcessGroup) -> None:
+    """Replace a contiguous tensor by its sum over these ranks of a group, in rank order."""
     # In parts: a vocabulary matrix from every other host at once would be the largest thing here.
-    for part in gradient.view(-1).split(_BUCKET_BYTES // gradient.element_size()):
+    for part in mine.view(-1).split(_BUCKET_BYTES // mine.element_size()):
         _exchange(part, hosts, me, group)
 
 
@@ -117,10 +120,13 @@ def _exchange(mine: Tensor, hosts: tuple[int, ...], me: int, group: dist.Process
         works += dist.batch_isend_irecv(exchange)
     for work in works:
         work.wait()
-    total = torch.zeros_like(mine)
-    for rank in sorted(hosts):
-        total += mine if rank == me else received[rank]
-    mine.copy_(total)
+    first, *others = sorted(hosts)
+    parts = {**received, me: mine}
+    total = parts[first]
+    for rank in others:
+        total += parts[rank]
+    if total is not mine:
+        mine.copy_(total)
 
 
 def counted_here(model: ParallelModel, name: str, parameter: Tensor) -> bool:

@@ -24,7 +24,7 @@ from .yaml_text import parse_yaml
 STATES = 4  # weight, gradient and two moments of AdamW, all of the weight's type
 HEAD_PASSES = 4  # over the vocabulary matrix in a head, however few its rows: read for logits and
 # for the gradient of hidden states, its own gradient read and written
-EXCHANGE_PASSES = 10  # over a gradient, to add one further copy of it in a fixed order
+EXCHANGE_PASSES = 5  # over a gradient, to receive one further copy of it and add it
 
 
 def cost_table(

@@ -136,5 +136,5 @@ def test_costs_of_a_model_count_shared_weights_once_per_rank() -> None:
         moved = 4 * vocabulary * per_byte
         share = moved / (moved + whole.load)
         assert half / whole.load == pytest.approx((1 + share) / 2)
-        assert table.exchange == {"vocabulary": 10 * vocabulary * per_byte}
+        assert table.exchange == {"vocabulary": 5 * vocabulary * per_byte}
         assert table[Unit("n")].output_bytes == config.hidden * 32 * micro_batch * 4
