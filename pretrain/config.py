@@ -316,6 +316,12 @@ class RunConfig:
     def folder(self) -> Path:
         return Path(self.runs_folder) / self.name
 
+    @property
+    def sequences_at_once(self) -> int:
+        """Sequences of one forward pass in training: of a micro-batch, in all its views."""
+        views: int = self.objective.views
+        return self.training.micro_batch * views
+
     def run_problems(self, world_size: int) -> Problems:
         """What is wrong about this config on ``world_size`` processes."""
         training, parallel = self.training, self.parallel
@@ -329,7 +335,7 @@ class RunConfig:
                  f" sequences, not a multiple of micro_batch·dp·fsdp = {share}")
             )  # fmt: skip
         if parallel.pp > 1 and not any(path.startswith("parallel.p") for path, _ in found):
-            length, micro = training.sequence_length, training.micro_batch
+            length, micro = training.sequence_length, self.sequences_at_once
             count = max(training.batch // share, 1)
             found += placement_problems(self.model, parallel, length, count, micro)
         return found

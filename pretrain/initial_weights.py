@@ -1,19 +1,27 @@
-"""Starting from other weights: a run, a checkpoint, or a Hugging Face folder."""
+"""Starting from other weights: a run, a checkpoint, or a Hugging Face folder.
+
+Positions may be others than there: what they learn starts from their own table where the given
+weights have nothing of it, so that a model can be taken to longer contexts.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from models.config import ModelConfig
 from parallel.apply import ParallelModel, local_tensor, shard_offsets, update_state
 from parallel.checkpoint import load_checkpoint
-from parallel.checkpoint_format import read_manifest
+from parallel.checkpoint_format import Manifest, read_manifest
 from parallel.resume import ABSENT, compare_configs
 
 from .config import RunConfig
 from .decode import encode
+from .optimizer_config import OptimizerConfig, model_rules
 from .state import weights
 from .trained import TrainedModel, check_names, expected_shapes, find_checkpoint, open_trained
 
@@ -27,7 +35,7 @@ def check_hugging_face(config: RunConfig, path: Path) -> None:
     trained = open_trained(path)
     differing = [
         name
-        for name in ("attention", "block", "norm", "position", "logit_softcap", "mtp")
+        for name in ("attention", "block", "norm", "logit_softcap", "mtp")
         if getattr(trained.config, name) != getattr(config.model, name)
     ]
     if differing:
@@ -36,7 +44,17 @@ def check_hugging_face(config: RunConfig, path: Path) -> None:
             for name in differing
         )
         raise ValueError(f"{path} is another architecture ({given})")
-    check_names(trained.shapes, expected_shapes(config.model, padded=False), path)
+    expected, new = (
+        expected_shapes(config.model, padded=False),
+        new_positions(config, trained.shapes),
+    )
+    check_names(trained.shapes, {n: s for n, s in expected.items() if n not in new}, path)
+
+
+def new_positions(config: RunConfig, given: Collection[str]) -> set[str]:
+    """The learned position parameters of the model that the ``given`` ones lack."""
+    rules = model_rules(config.model, OptimizerConfig())
+    return {name for name, rule in rules.items() if rule.group == "position" and name not in given}
 
 
 def load_initial_weights(
@@ -45,22 +63,35 @@ def load_initial_weights(
     """Fill the weights as ``checkpoint.init_from`` says; returns what was done."""
     assert config.checkpoint.init_from is not None
     path = Path(config.checkpoint.init_from)
+    there: Any
     if is_hugging_face(path):
-        copy_shards(open_trained(path), model)
-        update_state(model, 0)
-        return f"starting from the weights of {path}"
-    path = find_checkpoint(path)
-    load_checkpoint(path, weights(model), group)
+        trained = open_trained(path)
+        new, there = new_positions(config, trained.weights), encode(trained.config)
+        copy_shards(trained, model, new)
+    else:
+        path = find_checkpoint(path)
+        manifest = read_manifest(path)
+        saved = {name.removeprefix("model/") for name in manifest.tensors}
+        new, there = new_positions(config, saved), _model_of(manifest)
+        tensors = {n: t for n, t in weights(model).items() if n.removeprefix("model/") not in new}
+        load_checkpoint(path, tensors, group)
     update_state(model, 0)
-    changes = "".join(f"\n  {change}" for change in model_changes(config, path))
-    note = f"; its model had other settings (there -> here):{changes}" if changes else ""
-    return f"starting from the weights of {path}{note}"
+    note = f"starting from the weights of {path}"
+    changes = "".join(f"\n  {change}" for change in model_changes(config.model, there))
+    if changes:
+        note += f"; its model had other settings (there -> here):{changes}"
+    if new:
+        note += f"\n{len(new)} position parameters are new and start at {config.model.position}"
+    return note
 
 
-def model_changes(config: RunConfig, path: Path) -> list[str]:
-    """Settings in which the model of a checkpoint computes something else from the same weights."""
-    there = (read_manifest(path).metadata.get("config") or {}).get("model") or {}
-    found = compare_configs({"model": there}, {"model": encode(config.model)})
+def _model_of(manifest: Manifest) -> Mapping[str, Any]:
+    return (manifest.metadata.get("config") or {}).get("model") or {}
+
+
+def model_changes(here: ModelConfig, there: Mapping[str, Any]) -> list[str]:
+    """Settings in which a model ``there`` computes something else from the same weights."""
+    found = compare_configs({"model": there}, {"model": encode(here)})
     return [
         str(change)
         for change in found
@@ -70,9 +101,12 @@ def model_changes(config: RunConfig, path: Path) -> list[str]:
 
 
 @torch.no_grad()
-def copy_shards(trained: TrainedModel, model: ParallelModel) -> None:
-    """This rank's block of every tensor, one whole tensor in memory at a time; padding is zero."""
+def copy_shards(trained: TrainedModel, model: ParallelModel, new: Collection[str] = ()) -> None:
+    """This rank's block of every tensor that is not ``new``, one whole tensor in memory at a time;
+    padding is zero."""
     for name, parameter in model.named_parameters():
+        if name in new:
+            continue
         whole, local = trained.weights[name], local_tensor(parameter)
         offsets = shard_offsets(model, name, parameter)
         spans = tuple(slice(a, a + n) for a, n in zip(offsets, local.shape, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from parallel.checkpoint_format import MANIFEST, TensorInfo, latest_step, read_m
 from .config import Problems, RunConfig
 from .data import build_blend, check_vocabulary, fingerprints, manifests
 from .evaluate import validation_blend
-from .initial_weights import check_hugging_face, is_hugging_face
+from .initial_weights import check_hugging_face, is_hugging_face, new_positions
 from .optimizer import fused_adam
 from .optimizer_config import Rule, model_rules
 from .run_folder import RunFolder
@@ -120,15 +120,29 @@ def check_checkpoint(config: RunConfig) -> None:
         if is_hugging_face(source):
             check_hugging_face(config, source)
         else:
-            require_tensors(config, find_checkpoint(source))
+            path = find_checkpoint(source)
+            saved = {name.removeprefix("model/") for name in read_manifest(path).tensors}
+            require_tensors(config, path, leave_out=new_positions(config, saved))
 
 
-def require_tensors(config: RunConfig, path: Path, rules: Mapping[str, Rule] | None = None) -> None:
-    """``ValueError`` unless the checkpoint holds this model's tensors in its shapes and dtype, and
-    the optimizer's of parameters with ``rules``."""
+def require_tensors(
+    config: RunConfig,
+    path: Path,
+    rules: Mapping[str, Rule] | None = None,
+    leave_out: Collection[str] = (),
+) -> None:
+    """``ValueError`` unless the checkpoint holds this model's tensors (but those to ``leave_out``)
+    in its shapes and dtype, and the optimizer's of parameters with ``rules``."""
     saved, dtype = read_manifest(path).tensors, config.precision.weight_dtype
-    problems = []
-    for name, shape in expected_shapes(config.model, padded=True).items():
+    expected = expected_shapes(config.model, padded=True)
+    problems = [
+        f"{name}: saved {info}, wanted nothing"
+        for name, info in saved.items()
+        if name.startswith("model/") and name.removeprefix("model/") not in expected
+    ]
+    for name, shape in expected.items():
+        if name in leave_out:
+            continue
         wanted = TensorInfo.of(shape, dtype)
         moments = rules[name].moments if rules and name in rules else ()
         for full in (f"{kind}/{name}" for kind in ("model", *(f"optimizer/{m}" for m in moments))):
