@@ -45,8 +45,8 @@ def active_pairs(chosen: Tensor, expected: float) -> Pairs:
     """
     if chosen.is_meta:
         each = round(chosen.shape[0] * expected / chosen.shape[1])
-        index = chosen.new_empty(each * chosen.shape[1], dtype=torch.int64)
-        return Pairs(index, index, [each] * chosen.shape[1])
+        index = chosen.new_empty((each * chosen.shape[1], 2), dtype=torch.int64)
+        return Pairs(index[:, 1], index[:, 0], [each] * chosen.shape[1])
     experts, tokens = chosen.T.nonzero(as_tuple=True)
     return Pairs(tokens, experts, chosen.sum(0).tolist())
 
@@ -382,3 +382,10 @@ class MoE(nn.Module):
     def expected_active(self) -> float:
         """The router's k, or without one the most experts there can be."""
         return float(getattr(self.config.router, "k", self.router.max_active))
+
+    @property
+    def idle_parameters(self) -> int:
+        """Of the experts that a token is not expected to use."""
+        experts = self.config.experts
+        whole = sum(parameter.numel() for parameter in self.experts.parameters())
+        return round(whole * (1 - self.expected_active / experts))

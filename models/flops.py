@@ -15,6 +15,7 @@ from torch import nn
 
 from .attention import Attention
 from .config import ModelConfig
+from .experts import MoE
 from .linear import Linear
 from .transformer import Embedding, Head, Transformer, module_name, unit_names
 
@@ -22,11 +23,12 @@ from .transformer import Embedding, Head, Transformer, module_name, unit_names
 @dataclass(frozen=True)
 class UnitSize:
     """parameters: without vocabulary padding, each counted at its first unit (a tied head has
-    none; what blocks share counts at the first block).  flops: of the forward pass of one sequence;
-    the head's are those of one depth.  activations: elements kept for backward per sequence, an
-    estimate."""
+    none; what blocks share counts at the first block).  active: of those, what a token is expected
+    to use.  flops: of the forward pass of one sequence; the head's are those of one depth.
+    activations: elements kept for backward per sequence, an estimate."""
 
     parameters: int
+    active: int
     flops: int
     activations: int
 
@@ -55,7 +57,15 @@ def _module_activations(module: nn.Module, sequence_length: int) -> int:
     """Inputs and outputs of every linear map: an estimate in closed form (maps that share an
     input make up for what else is kept)."""
     maps = [part for part in module.modules() if isinstance(part, Linear)]
-    return sum(sum(part.weight.shape) for part in maps) * sequence_length
+    kept = sum(sum(part.weight.shape) for part in maps)
+    for layer in expert_layers(module):
+        _, hidden, dim = layer.experts.gate_proj.weight.shape
+        kept += round(3 * (hidden + dim) * layer.expected_active)
+    return kept * sequence_length
+
+
+def expert_layers(module: nn.Module) -> list[MoE]:
+    return [part for part in module.modules() if isinstance(part, MoE)]
 
 
 def unit_sizes(config: ModelConfig, sequence_length: int) -> dict[str, UnitSize]:
@@ -70,7 +80,7 @@ def unit_sizes(config: ModelConfig, sequence_length: int) -> dict[str, UnitSize]
     for name in unit_names(config):
         module = modules.get(module_name(config, name))
         if module is None:  # a norm that this model does not have
-            sizes[name] = UnitSize(0, 0, 0)
+            sizes[name] = UnitSize(0, 0, 0, 0)
             continue
         own = set(module.parameters()) - counted
         if name == "blocks.0":
@@ -80,14 +90,15 @@ def unit_sizes(config: ModelConfig, sequence_length: int) -> dict[str, UnitSize]
         padded = sum(p in own for m in tables for p in m.parameters())
         parameters = sum(p.numel() for p in own) - padding * padded
         if isinstance(module, Embedding):
-            sizes[name] = UnitSize(parameters, 0, table)
+            sizes[name] = UnitSize(parameters, parameters, 0, table)
         elif isinstance(module, Head):
             flops = 2 * config.vocab_size * table
-            sizes[name] = UnitSize(parameters, flops, table)
+            sizes[name] = UnitSize(parameters, parameters, flops, table)
         else:
             activations = _module_activations(module, sequence_length)
             flops = module_flops(module, sequence_length)
-            sizes[name] = UnitSize(parameters, flops, activations)
+            idle = sum(m.idle_parameters for m in expert_layers(module) if m.router.weight in own)
+            sizes[name] = UnitSize(parameters, parameters - idle, flops, activations)
     return sizes
 
 

@@ -21,6 +21,7 @@ from models.attention import AttentionBackend
 from models.collectives import Axis, bound
 from models.config import ModelConfig
 from models.declarations import wide_parameters
+from models.experts import MoE
 from models.linear import accumulation_dtype
 from models.losses import Elsewhere, HeadOptions, Term
 from models.transformer import Transformer, module_name
@@ -31,7 +32,7 @@ from parallel.pipeline.units import BLOCK, HEAD, Edge, Placement, Unit, model_un
 from parallel.ports import Port, Wiring, stage_wiring
 from parallel.split import Owed, WeightGradients, split_linear_maps
 from parallel.stage import MicroBatch, ShardedWeights, unit_name
-from parallel.tensor import ParameterPlan, add_region_edges, compute_on_local, parameter_plans
+from parallel.tensor import add_region_edges, compute_on_local, parameter_plans
 
 from .config import RunConfig
 from .objectives.base import build_objective
@@ -55,6 +56,9 @@ class _PlannedAxis(GroupAxis):
         parts = x.new_empty((self.size, *x.shape))
         return parts.flatten(0, 1) if dim == 0 else torch.cat(tuple(parts), dim=dim)
 
+    def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        return x.new_empty((sum(receive), *x.shape[1:]))
+
     def sum_scatter(self, x: Tensor, dim: int) -> Tensor:
         return torch.empty_like(torch.stack(x.chunk(self.size, dim=dim))[0])
 
@@ -70,11 +74,6 @@ def gathered_together(part: Transformer) -> dict[str, tuple[str, bool]]:
             for parameter in set(root.module.parameters()) - wide:
                 found[names[parameter]] = (f"{unit} {number}", root.narrow)
     return found
-
-
-def local_shape(plan: ParameterPlan, tp: int) -> tuple[int, ...]:
-    """Shape of one tensor-parallel rank's part of a parameter."""
-    return tuple(n // tp if dim == plan.dim else n for dim, n in enumerate(plan.shape))
 
 
 def signature(block: nn.Module) -> tuple[Any, ...]:
@@ -157,6 +156,8 @@ class StageMeter:
         self._axes: dict[str, Axis] = {"tp": _PlannedAxis(tp)} if tp > 1 else {}
         if config.parallel.sp:
             self._axes["sp"] = self._axes["tp"]
+        if config.parallel.ep > 1:
+            self._axes["ep"] = _PlannedAxis(config.parallel.ep)
         self._batch, self._terms = self._objective()
 
     def _objective(self) -> tuple[MicroBatch, list[Term]]:
@@ -260,6 +261,9 @@ class StageMeter:
             weights = ShardedWeights(self._build(names), False)
             if driving.split:
                 split_linear_maps(weights.model, weights.gradients)
+            for module in weights.model.modules():
+                if isinstance(module, MoE):
+                    module.begin_step(self._batch.ids.numel())
             head = weights.model.head
             if head is not None:
                 head.chunk_rows = self._batch.ids.numel()  # chunks are measured apart
@@ -290,7 +294,7 @@ class StageMeter:
                 name = f"{prefix}.{key}" if prefix else key
                 narrow = compute is not None and together.get(name, ("", False))[1]
                 dtype = compute if narrow else stored
-                shape = local_shape(plans[name], parallel.tp)
+                shape = plans[name].local_shape(parallel.tp, parallel.ep)
                 setattr(module, key, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
         if parallel.tp > 1:
             add_region_edges(stage)

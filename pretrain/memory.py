@@ -22,7 +22,7 @@ from parallel.pipeline.actions import HW, Kind, Schedule, W
 from parallel.pipeline.units import Placement
 from parallel.tensor import parameter_plans
 
-from .activations import StageMeter, gathered_together, local_shape
+from .activations import StageMeter, gathered_together
 from .config import RunConfig
 from .observed import Driving
 from .optimizer_config import Rule, parameter_rules
@@ -34,11 +34,12 @@ STEP_BYTES = 4  # AdamW counts steps in one float32 per parameter
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """One parameter on a rank of the tensor axis.
+    """One parameter on a rank of the tensor and expert axes.
 
     shape: this rank's part before ``fully_shard``.  gathered_with: what ``fully_shard`` divides
     along dimension 0 and gathers as one has the same name here; None where it divides nothing.
     narrow: gathered in the compute dtype.  partial: its gradient is summed over the tensor axis.
+    divided: over the expert axis, so that its gradient is summed over fewer data ranks.
     rule: how it is updated.
     """
 
@@ -47,6 +48,7 @@ class StoredParameter:
     gathered_with: str | None
     narrow: bool
     partial: bool
+    divided: bool
     rule: Rule
 
     @property
@@ -86,10 +88,14 @@ def stored_parameters(config: RunConfig, units: Iterable[str]) -> list[StoredPar
     found = []
     for name, plan in parameter_plans(part, parallel.sp).items():
         gathered_with, narrow = together.get(name, (None, False))
-        logical, shape = logical_name(name, config.model), local_shape(plan, parallel.tp)
+        logical = logical_name(name, config.model)
+        shape = plan.local_shape(parallel.tp, parallel.ep)
         found.append(
-            StoredParameter(logical, shape, gathered_with, narrow, plan.partial, rules[logical])
-        )
+            StoredParameter(
+                logical, shape, gathered_with, narrow, plan.partial,
+                plan.expert and parallel.ep > 1, rules[logical],
+            )
+        )  # fmt: skip
     return found
 
 
@@ -243,12 +249,15 @@ class _Rank:
     def _reduction(self, data_size: int, hosts: Mapping[str, int]) -> int:
         """Copies of gradients while they are summed over data, tensor and hosting ranks."""
         trained = [p for p in self.parameters if p.trained]
-        over_data = [p.numel * self.size for p in trained if not p.sharded]
+        whole = [p for p in trained if not p.sharded]
+        over_data = [p.numel * self.size for p in whole if not p.divided]
+        over_replicas = [p.numel * self.size for p in whole if p.divided]
         fsdp = self.config.parallel.fsdp
         own = {p.name: p.owned(fsdp, 0) * self.size for p in trained}
         over_tensor = [own[p.name] for p in trained if p.partial]
         return max(
             bucket_bytes(over_data) if data_size > 1 else 0,
+            bucket_bytes(over_replicas) if data_size > self.config.parallel.ep else 0,
             bucket_bytes(over_tensor) if self.config.parallel.tp > 1 else 0,
             # in parts, one after another: what every other host sends, and the sum
             max(

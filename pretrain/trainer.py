@@ -228,6 +228,7 @@ class Trainer:
             **{f"loss/{n}": v for n, v in result.losses.items() if n != self.objective.primary},
             "optim/grad_norm": float(norm),
             "optim/lr": lr,
+            **{f"experts/{name}": value for name, value in result.experts.items()},
         }
         if measured:
             with self.meter.excluded():
@@ -276,7 +277,7 @@ class Trainer:
     def _throughput(self) -> Throughput:
         config = self.config
         sizes = unit_sizes(config.model, config.training.sequence_length)
-        inner = sum(s.parameters for name, s in sizes.items() if name not in ("embedding", "head"))
+        inner = sum(s.active for name, s in sizes.items() if name not in ("embedding", "head"))
         return Throughput(
             total_tokens=self.total_steps * config.training.batch_tokens,
             flops_per_token=training_flops_per_token(config.model, config.training.sequence_length),

@@ -6,10 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from models.experts import BalanceConfig, MoE
-from models.mtp import MTPConfig
 from models.routers import LapSum, ReLU, Sigmoid, TopK, TopP
 from parallel.mesh import ParallelConfig, PipelineConfig
 from tests.parity.harness import SMALL, Case, assert_parity, reference, run_case, run_together

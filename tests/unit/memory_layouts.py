@@ -5,8 +5,10 @@ from typing import Any
 
 from models.attention import AttentionConfig
 from models.config import ModelConfig
+from models.experts import MoE
 from models.feedforward import SwiGLU
 from models.mtp import MTPConfig
+from models.routers import TopK
 from parallel.mesh import ParallelConfig, PipelineConfig
 from parallel.pipeline.units import Placement
 from pretrain.config import DataConfig, PrecisionConfig, RunConfig, SourceConfig, TrainingConfig
@@ -32,6 +34,9 @@ REPEATED = replace(MODEL, mtp=MTPConfig(depth=3, kind="repeated"))
 OWN = replace(MTP, mtp=MTPConfig(depth=2, embedding="own", input="norm"))
 PARALLEL = replace(TIED, mtp=MTPConfig(depth=2, kind="parallel"))
 LARGE = replace(MTP, vocab_size=4000, layers=2)  # several chunks of logits
+MOE = replace(  # with every expert active loads are equal, as the plan assumes
+    MODEL, feedforward=MoE.Config(experts=4, hidden=12, router=TopK.Config(k=4), shared_experts=1)
+)
 TAIL = PipelineConfig(planner="explicit", layout="Et*3|ttmmL")
 TAIL_ZB = replace(TAIL, schedule="zb_h1")
 
@@ -110,6 +115,13 @@ LAYOUTS = {
     "pp4": Layout(4, ParallelConfig(pp=4)),
     "pp2 interleaved": Layout(2, ParallelConfig(pp=2, pipeline=PIPELINE)),
     "zb_h1": Layout(2, ParallelConfig(pp=2, pipeline=PipelineConfig("zb_h1")), micro_batches=4),
+    "moe": Layout(1, ParallelConfig(recompute="selective"), replace(MOE, mtp=MTPConfig(depth=1))),
+    "moe bf16": Layout(1, ParallelConfig(), MOE, compute="bfloat16"),
+    "moe fsdp2": Layout(2, ParallelConfig(fsdp=2), MOE),
+    "moe tp2 sp": Layout(2, ParallelConfig(tp=2, sp=True), MOE),
+    "moe ep2": Layout(2, ParallelConfig(dp=2, ep=2), MOE),
+    "moe dp4 ep2": Layout(4, ParallelConfig(dp=4, ep=2), MOE),
+    "moe ep2 tp2": Layout(4, ParallelConfig(dp=2, ep=2, tp=2), MOE),
     "mtp": Layout(1, ParallelConfig(), MTP),
     "mtp tied": Layout(1, ParallelConfig(), MTP_TIED, micro_batches=1),
     "mtp repeated": Layout(1, ParallelConfig(), REPEATED),
