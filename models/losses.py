@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -32,13 +32,15 @@ class LogitRows:
 
     logits: [n, v] in at least fp32, after the soft cap, unpadded.  start: first vocabulary id of
     the slice.  vocab_size: the true, whole vocabulary.  log_z: [n], log Σ exp over the whole
-    vocabulary.
+    vocabulary.  exponentials: [n, v], exp(logits − top), with top [n].
     """
 
     logits: Tensor
     start: int
     vocab_size: int
     log_z: Tensor
+    exponentials: Tensor
+    top: Tensor
 
     def pick(self, ids: Tensor) -> Tensor:
         """logits[row, ids[row]] over the sharded vocabulary; ids outside it give 0.  [n]."""
@@ -55,6 +57,11 @@ class LogitRows:
         inside = (local >= 0) & (local < self.logits.shape[1])
         return local.clamp(0, max(self.logits.shape[1] - 1, 0)), inside
 
+    @property
+    def normalizer(self) -> Tensor:
+        """softmax / exponentials of each row, [n]."""
+        return (self.top - self.log_z).exp()
+
     def mean(self) -> Tensor:
         """Mean logit of each row over the whole vocabulary, [n]."""
         return axis("tp").sum_(self.logits.sum(1)) / self.vocab_size
@@ -62,11 +69,13 @@ class LogitRows:
 
 @dataclass
 class LogitGradient:
-    """d loss / d logits as softmax·s + Σ onehot(id)·v + u, with s, v, u of shape [n]."""
+    """d loss / d logits as softmax·s + Σ onehot(id)·v + u, with s, v, u of shape [n], and besides,
+    in a slice of the rows, softmax ⊙ t with t of their shape [m, v], which is overwritten."""
 
     softmax: Tensor | None = None
     onehot: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     uniform: Tensor | None = None
+    tilt: tuple[slice, Tensor] | None = None
 
 
 Elsewhere = Callable[[Tensor, Tensor], None]
@@ -77,7 +86,8 @@ that is made elsewhere.  g is overwritten afterwards."""
 class Term(Protocol):
     """A row-wise loss term.  ``weight`` and ``normalizer`` (a global count, > 0) are fixed before
     the forward pass: the total is Σ rows · weight / normalizer.  ``depth``: of the head that it
-    judges, 0 for the next token."""
+    judges, 0 for the next token.  ``views``: how many sequences of a batch, one behind the other,
+    it compares; their rows of one position are neighbours and in one chunk."""
 
     @property
     def name(self) -> str: ...
@@ -87,6 +97,8 @@ class Term(Protocol):
     def normalizer(self) -> float: ...
     @property
     def depth(self) -> int: ...
+    @property
+    def views(self) -> int: ...
 
     def rows(self, rows: LogitRows, fields: Mapping[str, Tensor]) -> tuple[Tensor, LogitGradient]:
         """Loss rows [n] (0 where nothing is predicted) and their logit gradient."""
@@ -108,6 +120,7 @@ class CrossEntropy:
     labels: str = "labels"
     depth: int = 0
     weighting: TokenWeighting | None = None
+    views: ClassVar[int] = 1
 
     def rows(self, rows: LogitRows, fields: Mapping[str, Tensor]) -> tuple[Tensor, LogitGradient]:
         labels, smoothing = fields[self.labels], self.label_smoothing
@@ -134,6 +147,7 @@ class ZLoss:
     name: str = "z_loss"
     labels: str = "labels"
     depth: int = 0
+    views: ClassVar[int] = 1
 
     def rows(self, rows: LogitRows, fields: Mapping[str, Tensor]) -> tuple[Tensor, LogitGradient]:
         valid = (fields[self.labels] != IGNORE).to(rows.log_z.dtype)
@@ -196,8 +210,6 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 def _logit_gradient(
     rows: LogitRows,
-    top: Tensor,
-    exponentials: Tensor,
     parts: Sequence[tuple[float, LogitGradient]],
     softcap: float | None,
 ) -> Tensor:
@@ -209,11 +221,19 @@ def _logit_gradient(
             softmax = part.softmax * scale if softmax is None else softmax + part.softmax * scale
         if part.uniform is not None:
             uniform = part.uniform * scale if uniform is None else uniform + part.uniform * scale
-    gradient = exponentials
+    gradient, normalizer = rows.exponentials, rows.normalizer
+    tilted = []
+    for scale, part in parts:
+        if part.tilt is not None:
+            span, values = part.tilt
+            values.mul_(gradient[span]).mul_((normalizer[span] * scale)[:, None])
+            tilted.append((span, values))
     if softmax is None:
         gradient.zero_()
     else:
-        gradient.mul_((softmax * (top - rows.log_z).exp())[:, None])
+        gradient.mul_((softmax * normalizer)[:, None])
+    for span, values in tilted:
+        gradient[span] += values
     if gradient.shape[1]:
         for scale, part in parts:
             for ids, values in part.onehot:
@@ -222,6 +242,11 @@ def _logit_gradient(
     if uniform is not None:
         gradient.add_(uniform[:, None])
     return gradient if slope is None else gradient.mul_(slope)
+
+
+def common_views(terms: Sequence[Term]) -> int:
+    """Rows that must stay together for all ``terms``."""
+    return max((term.views for term in terms), default=1)
 
 
 def evaluate_head(
@@ -235,10 +260,10 @@ def evaluate_head(
 ) -> HeadResult:
     """Loss of hidden rows [N, D] under the vocabulary slice ``weight`` [V_local, D].
 
-    Every field has N rows.  With ``gradients``, ``d_hidden`` [N, D] has the hidden dtype (under
-    tensor parallelism it is this rank's share, to be summed over ``tp``) and ``d_weight`` has the
-    weight's shape and dtype, accumulated in at least fp32.  What ``d_weight`` is
-    made of is given to ``elsewhere`` instead, if there is such.
+    Rows that a term compares follow one another.  Every field has N rows.  With ``gradients``,
+    ``d_hidden`` [N, D] has the hidden dtype (under tensor parallelism it is this rank's share, to
+    be summed over ``tp``) and ``d_weight`` has the weight's shape and dtype, accumulated in at
+    least fp32.  What ``d_weight`` is made of is given to ``elsewhere`` instead, if there is such.
     """
     dtype = options.compute_dtype or weight.dtype
     wide = accumulation_dtype(dtype)
@@ -254,9 +279,9 @@ def evaluate_head(
         result.d_hidden = torch.empty_like(hidden)
         if elsewhere is None:
             accumulator = torch.zeros_like(weight, dtype=wide)
-    rows_per_chunk = min(
-        options.rows_per_chunk(weight.shape[0], hidden.device.type), hidden.shape[0]
-    )
+    views = common_views(terms)
+    rows_per_chunk = options.rows_per_chunk(weight.shape[0], hidden.device.type)
+    rows_per_chunk = min(max(rows_per_chunk // views, 1) * views, hidden.shape[0])
     # Two buffers for all chunks: fresh ones of this size cost more than the arithmetic on them.
     buffers = torch.empty(2, rows_per_chunk, local_vocab, dtype=wide, device=hidden.device)
     for begin in range(0, hidden.shape[0], max(rows_per_chunk, 1)):
@@ -269,7 +294,7 @@ def evaluate_head(
             logits.copy_(x @ matrix.T)
         logits = capped(logits, options.softcap)
         log_z, top = normalize_rows(logits, exponentials)
-        rows = LogitRows(logits, start, options.vocab_size, log_z)
+        rows = LogitRows(logits, start, options.vocab_size, log_z, exponentials, top)
         chunk_fields = {name: value[span] for name, value in fields.items()}
         parts = []
         for term in terms:
@@ -281,7 +306,7 @@ def evaluate_head(
             parts.append((scale, gradient))
         if gradients:
             assert result.d_hidden is not None
-            g = _logit_gradient(rows, top, exponentials, parts, options.softcap).to(dtype)
+            g = _logit_gradient(rows, parts, options.softcap).to(dtype)
             result.d_hidden[span] = g @ matrix
             if accumulator is None:
                 assert elsewhere is not None

@@ -20,7 +20,7 @@ from .collectives import axis
 from .config import ModelConfig
 from .feedforward import FEEDFORWARDS
 from .linear import accumulation_dtype
-from .losses import Elsewhere, HeadOptions, Term, capped, chunked_head_loss
+from .losses import Elsewhere, HeadOptions, Term, capped, chunked_head_loss, common_views
 from .mtp import MTPBlock, fork, tokens_ahead
 from .norms import Role, Site, make_norm
 from .shared import shared_modules
@@ -92,6 +92,14 @@ class WeightGradients(Protocol):
         have the backward pass make it."""
 
 
+def head_rows(x: Tensor, views: int) -> Tensor:
+    """x [B, S, ...] as rows [B·S, ...]; of ``views`` sequences, one behind the other, the rows of a
+    position are neighbours."""
+    if views == 1:
+        return x.flatten(0, 1)
+    return x.unflatten(0, (-1, views)).transpose(1, 2).flatten(0, 2)
+
+
 class Head(nn.Module):
     """Output projection and loss.  A tied head owns no weight where the embedding is present."""
 
@@ -126,10 +134,12 @@ class Head(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """x [B, S, D] and fields [B, S] to (total loss, per-term sums)."""
         options = HeadOptions(self.vocab_size, self.softcap, self.chunk_rows, self.compute_dtype)
-        rows = {name: value.reshape(-1) for name, value in fields.items()}
+        views = common_views(terms)
+        rows = {name: head_rows(value, views) for name, value in fields.items()}
         maker = self.weight_gradients
         elsewhere = None if maker is None else maker.elsewhere(self.owner, self.matrix)
-        return chunked_head_loss(x.flatten(0, 1), self.matrix(), rows, terms, options, elsewhere)
+        hidden = head_rows(x, views)
+        return chunked_head_loss(hidden, self.matrix(), rows, terms, options, elsewhere)
 
     def logits(self, x: Tensor) -> Tensor:
         """Whole-vocabulary logits of x [..., D]: [..., vocab_size].  Single-process use."""

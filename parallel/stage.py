@@ -40,15 +40,19 @@ class MicroBatch:
     """Token ids [B, S] with what an objective says about them.
 
     fields: row fields of the loss terms, each [B, S].  documents: int64 [B, S] or None.
+    positions: int64 [B, S]; None for 0, 1, 2, ….
     """
 
     ids: Tensor
     fields: dict[str, Tensor] = field(default_factory=dict)
     mask: MaskKind = "causal"
     documents: Tensor | None = None
+    positions: Tensor | None = None
 
     def context(self) -> SequenceContext:
-        positions = torch.arange(self.ids.shape[1], device=self.ids.device)
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(self.ids.shape[1], device=self.ids.device)
         return SequenceContext(positions, self.mask, self.documents)
 
 

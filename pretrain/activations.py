@@ -23,7 +23,7 @@ from models.config import ModelConfig
 from models.declarations import wide_parameters
 from models.experts import MoE
 from models.linear import accumulation_dtype
-from models.losses import Elsewhere, HeadOptions, Term
+from models.losses import Elsewhere, HeadOptions, Term, common_views
 from models.transformer import Transformer, module_name
 from parallel.apply import apply_recompute, blocks, sharded_roots
 from parallel.collectives import GroupAxis
@@ -166,7 +166,7 @@ class StageMeter:
         objective = build_objective(self.config.objective, self.config.model)
         tokens = torch.zeros(training.micro_batch, training.sequence_length + 1, dtype=torch.long)
         batch = objective.micro_batch(tokens, torch.zeros_like(tokens), range(len(tokens)))
-        kept = [batch.ids, *batch.fields.values(), batch.documents]
+        kept = [batch.ids, *batch.fields.values(), batch.documents, batch.positions]
         self.batch_bytes = sum(t.nbytes for t in kept if t is not None)
         if not _dense_mask(self.config):
             batch = replace(batch, documents=None)
@@ -305,12 +305,13 @@ class StageMeter:
         return stage
 
     def _shapes(self, batch: MicroBatch) -> MicroBatch:
-        documents = batch.documents
+        documents, positions = batch.documents, batch.positions
         return replace(
             batch,
             ids=batch.ids.to("meta"),
             fields={name: value.to("meta") for name, value in batch.fields.items()},
             documents=None if documents is None else documents.to("meta"),
+            positions=None if positions is None else positions.to("meta"),
         )
 
     def _chunked(self, stage: ObservedStage, run: UnitRun, driving: Driving) -> None:
@@ -334,13 +335,15 @@ class StageMeter:
         chunk = HeadOptions(model.vocab_size).rows_per_chunk(matrix.shape[0], device)
         rows = run.rows if run.rows <= 3 * chunk else 2 * chunk + (run.rows % chunk or chunk)
         share = parallel.tp if parallel.sp else 1
-        rows = -(-rows // share) * share
+        terms = self._terms_of(run.depth)
+        views = common_views(terms)
+        rows = -(-rows // (share * views)) * share
         fields = {
-            name: torch.empty(1, rows, dtype=value.dtype, device="meta")
+            name: torch.empty(views, rows, dtype=value.dtype, device="meta")
             for name, value in self._batch.fields.items()
         }
         head.chunk_rows = chunk
-        shape = (1, rows // share, model.hidden)
+        shape = (views, rows // share, model.hidden)
         x = torch.empty(shape, dtype=self.residual_dtype, device="meta")
         x.requires_grad_()
         matrix.grad = torch.empty_like(matrix) if gradient else None
@@ -349,7 +352,7 @@ class StageMeter:
         later = stage.weights.gradients
         nothing: AbstractContextManager[list[Owed]] = nullcontext([])
         with Allocations(present) as memory, later.collect() if late else nothing as owed:
-            result = head(x, fields, self._terms_of(run.depth))
+            result = head(x, fields, terms)
             workspace = memory.peak - memory.live
         del result
         with memory:

@@ -62,10 +62,11 @@ class Batches:
         data_size: int,
         device: torch.device,
         end: int | None = None,
+        evaluation: bool = False,
     ) -> None:
         self.blend = blend
         self.end = end
-        self.objective = objective
+        self.objective, self.evaluation = objective, evaluation
         self.micro_batch = micro_batch
         self.data_rank, self.data_size = data_rank, data_size
         self.device = device
@@ -84,7 +85,8 @@ class Batches:
         samples = [self._sample(index) for index in indices]
         tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
         documents = torch.from_numpy(np.stack([sample.documents for sample in samples]))
-        batch = self.objective.micro_batch(tokens, documents.long(), indices)
+        make = self.objective.evaluation_batch if self.evaluation else self.objective.micro_batch
+        batch = make(tokens, documents.long(), indices)
         return self._move(batch)
 
     def _sample(self, index: int) -> Sample:
@@ -100,6 +102,7 @@ class Batches:
         batch.ids = move(batch.ids)
         batch.fields = {name: move(value) for name, value in batch.fields.items()}
         batch.documents = None if batch.documents is None else move(batch.documents)
+        batch.positions = None if batch.positions is None else move(batch.positions)
         return batch
 
 

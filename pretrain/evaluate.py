@@ -40,7 +40,7 @@ class Evaluator:
         self.bytes_per_token = bytes_per_token(config.data.validation)
         self.batches = Batches(
             blend, objective, config.training.micro_batch, mesh.data_rank, mesh.data_size,
-            mesh.device, self.sequences,
+            mesh.device, self.sequences, evaluation=True,
         )  # fmt: skip
 
     def run(self) -> dict[str, float]:

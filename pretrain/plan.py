@@ -110,7 +110,7 @@ def make_plan(
     data_ranks = parallel.replicas(world_size) * parallel.fsdp
     micro_batches = training.batch // (data_ranks * training.micro_batch)
     request, placement = plan_pipeline(
-        model, parallel, length, micro_batches, training.micro_batch
+        model, parallel, length, micro_batches, config.sequences_at_once
     )  # fmt: skip
     assert request.costs is not None
     conditions = Conditions(request.costs, request.network, pipeline.max_in_flight)
@@ -127,7 +127,7 @@ def make_plan(
     if compare:
         unit = "s" if seconds else "FLOP"
         table = planner_table(
-            model, parallel, training, micro_batches, scale, unit, half_blocks
+            config, micro_batches, scale, unit, half_blocks
         )  # fmt: skip
     return Plan(
         config=config,
@@ -167,6 +167,7 @@ def _work(
     training = config.training
     tokens = training.total_steps * training.batch_tokens
     forward = forward_flops(config.model, training.sequence_length) / training.sequence_length
+    forward *= config.objective.views
     inner = sum(s.parameters for name, s in sizes.items() if name not in ("embedding", "head"))
     flops = 3 * forward * tokens
     speed = flops_per_second

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from models.config import ModelConfig
-from parallel.mesh import ParallelConfig
 from parallel.pipeline.comparison import Comparison, Entry, compare_planners
 from parallel.pipeline.layout import write_layout
 
-from .config import TrainingConfig
+from .config import RunConfig
 from .placement import plan_request
 
 MOST_LISTED = 16  # ranks whose loads are printed one by one
@@ -35,16 +33,16 @@ class PlannerTable:
 
 
 def planner_table(
-    model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig, micro_batches: int,
-    scale: float, unit: str, half_blocks: bool = False,
-) -> PlannerTable:  # fmt: skip
+    config: RunConfig, micro_batches: int, scale: float, unit: str, half_blocks: bool = False
+) -> PlannerTable:
     """Compare the planners; heads are divided into as many chunks as planner ``adahc`` would."""
+    parallel, training = config.parallel, config.training
     pipeline = parallel.pipeline
     split = pipeline.splits_weight_gradients
     fitted = replace(pipeline, planner="adahc", schedule="adahc_zb" if split else "adahc")
     request = plan_request(
-        model, replace(parallel, pipeline=fitted), training.sequence_length, micro_batches,
-        training.micro_batch,
+        config.model, replace(parallel, pipeline=fitted), training.sequence_length, micro_batches,
+        config.sequences_at_once,
     )  # fmt: skip
     comparison = compare_planners(request, half_blocks)
     return PlannerTable(comparison, training.batch_tokens, scale, unit)

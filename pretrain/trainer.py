@@ -105,7 +105,7 @@ class Trainer:
         self.folder = RunFolder(config.folder)
         self.total_steps = config.training.total_steps
         check_vocabulary(config)
-        self.objective = build_objective(config.objective, config.model)
+        self.objective = build_objective(config.objective, config.model, config.seed)
         mesh = build_mesh(config.parallel, device)
         blend = build_blend(
             config.data, config.data.train, config.training.sequence_length, config.seed,
@@ -122,7 +122,8 @@ class Trainer:
         )
         self.engine = build_engine(
             config.model, config.parallel, mesh, options, config.training.sequence_length,
-            micro_batches=config.training.batch // (micro * mesh.data_size), micro_batch=micro,
+            micro_batches=config.training.batch // (micro * mesh.data_size),
+            micro_batch=config.sequences_at_once,
         )  # fmt: skip
         self.pipeline = PipelineMeter(self.engine, self.folder, self.rank == 0)
         self.model = self.engine.model
@@ -277,10 +278,11 @@ class Trainer:
     def _throughput(self) -> Throughput:
         config = self.config
         sizes = unit_sizes(config.model, config.training.sequence_length)
+        flops = training_flops_per_token(config.model, config.training.sequence_length)
         inner = sum(s.active for name, s in sizes.items() if name not in ("embedding", "head"))
         return Throughput(
             total_tokens=self.total_steps * config.training.batch_tokens,
-            flops_per_token=training_flops_per_token(config.model, config.training.sequence_length),
+            flops_per_token=flops * config.objective.views,
             non_embedding_parameters=inner,
             devices=dist.get_world_size() if dist.is_initialized() else 1,
             peak_tflops=config.metrics.peak_tflops,

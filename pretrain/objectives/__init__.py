@@ -1,3 +1,4 @@
 """Training objectives, one file each; importing the package registers them all."""
 
 from . import causal as causal
+from . import perturbed as perturbed

@@ -17,8 +17,9 @@ OBJECTIVES = Registry("objective")
 
 
 class Objective(Protocol):
-    """Registered class built as ``Objective(config, model)``; its config tells with
-    ``model_problems(model)``, like ``problems()``, what does not go with a model.
+    """Registered class built as ``Objective(config, model, seed)``; its config tells with
+    ``model_problems(model)``, like ``problems()``, what does not go with a model, and with
+    ``views`` how many sequences the model sees per sample of a training step.
 
     ``primary`` names the term whose mean is *the* loss of a run, in nats per counted token;
     ``is_bound`` says that it only bounds the likelihood.
@@ -32,7 +33,13 @@ class Objective(Protocol):
     ) -> MicroBatch:
         """Tokens int64 [B, S+1] (one more than the model sees), the document number of each token
         [B, S+1] (negative on padding) or None, and the global sample indices (noise depends on
-        nothing else)."""
+        these and the seed alone).  Views of one sample are one behind the other."""
+        ...
+
+    def evaluation_batch(
+        self, tokens: Tensor, documents: Tensor | None, sample_indices: Sequence[int]
+    ) -> MicroBatch:
+        """The same samples as they are evaluated."""
         ...
 
     def counts(self, batches: Sequence[MicroBatch]) -> dict[str, int]:
@@ -49,9 +56,9 @@ class Objective(Protocol):
         ...
 
 
-def build_objective(config: Any, model: ModelConfig | None = None) -> Objective:
+def build_objective(config: Any, model: ModelConfig | None = None, seed: int = 0) -> Objective:
     """``model``: what is trained; None stands for one without multi-token prediction."""
-    objective: Objective = OBJECTIVES.build(config, model)
+    objective: Objective = OBJECTIVES.build(config, model, seed)
     return objective
 
 

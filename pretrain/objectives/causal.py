@@ -60,6 +60,11 @@ class Causal:
             },
         )
 
+        @property
+        def views(self) -> int:
+            """Sequences that the model sees per sample of a training step."""
+            return 1
+
         def problems(self) -> list[tuple[str, str]]:
             found = []
             if not 0 <= self.label_smoothing < 1:
@@ -79,7 +84,7 @@ class Causal:
                 if not model.mtp.depth and getattr(self, name) != getattr(type(self), name)
             ]
 
-    def __init__(self, config: Config, model: ModelConfig | None = None) -> None:
+    def __init__(self, config: Config, model: ModelConfig | None = None, seed: int = 0) -> None:
         self.config = config
         self.mtp_depth = 0 if model is None else model.mtp.depth
 
@@ -95,6 +100,11 @@ class Causal:
         }
         seen = documents[:, :-1].contiguous() if masked and documents is not None else None
         return MicroBatch(tokens[:, :-1].contiguous(), fields, "causal", seen)
+
+    def evaluation_batch(
+        self, tokens: Tensor, documents: Tensor | None, sample_indices: Sequence[int]
+    ) -> MicroBatch:
+        return self.micro_batch(tokens, documents, sample_indices)
 
     def counts(self, batches: Sequence[MicroBatch]) -> dict[str, int]:
         names = [_labels(depth) for depth in range(self.mtp_depth + 1)]

@@ -10,7 +10,8 @@ import pytest
 from models.token_weighting import TokenWeighting
 from parallel.mesh import ParallelConfig, PipelineConfig
 from pretrain.objectives.causal import Causal
-from tests.parity.harness import Case, assert_parity, reference, run_together
+from pretrain.objectives.perturbed import Perturbed
+from tests.parity.harness import Case, assert_parity, gradient_error, reference, run_together
 
 pytestmark = pytest.mark.parity
 
@@ -29,6 +30,11 @@ OBJECTIVES: dict[str, Any] = {
     "geometric": Causal.Config(
         weighting=TokenWeighting("geometric", 0.7), z_loss=1e-3, label_smoothing=0.1
     ),
+    "skip": Perturbed.Config(z_loss=1e-3),
+    "cyclic-in-documents": Perturbed.Config(
+        view="cyclic", documents="mask", distill_weight=0.7, weighting=TokenWeighting("linear", 0.5)
+    ),
+    "pose": Perturbed.Config(method="pose", max_skip=40),
     "harmonic": Causal.Config(weighting=TokenWeighting("harmonic", 0.5), documents="mask"),
 }
 
@@ -51,3 +57,14 @@ def test_the_weights_matter() -> None:
     found = reference(Case(objective=Causal.Config(weighting=weighting)))
     assert found["losses"]["cross_entropy"] == plain["losses"]["cross_entropy"]
     assert found["total"] == found["losses"]["weighted"] < 0.9 * plain["total"]
+
+
+def test_the_views_matter() -> None:
+    plain = reference(Case(objective=Causal.Config()))
+    skip, pose = (
+        reference(Case(objective=Perturbed.Config(method=method))) for method in ("distill", "pose")
+    )
+    assert skip["losses"]["cross_entropy"] == pytest.approx(plain["losses"]["cross_entropy"])
+    assert skip["losses"]["distillation"] > 1e-4 * plain["losses"]["cross_entropy"]
+    assert gradient_error(skip["gradients"], plain["gradients"])[0] > 1e-3
+    assert gradient_error(pose["gradients"], plain["gradients"])[0] > 1e-3

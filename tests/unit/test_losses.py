@@ -173,6 +173,8 @@ class Margin:
     normalizer: float
     weight: float = 0.7
     name: str = "margin"
+    depth: int = 0
+    views: int = 1
 
     def rows(self, rows: LogitRows, fields: Mapping[str, Tensor]) -> tuple[Tensor, LogitGradient]:
         a, b = fields["labels"], fields["others"]
