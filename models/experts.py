@@ -20,7 +20,7 @@ from .collectives import axis
 from .feedforward import FEEDFORWARDS, SwiGLU
 from .lapsum import Budget
 from .linear import accumulation_dtype
-from .routers import ROUTERS, Router, Routing, TopK
+from .routers import ROUTERS, ReLU, Router, Routing, TopK
 
 Problems = list[tuple[str, str]]
 
@@ -282,8 +282,20 @@ class MoE(nn.Module):
             if self.dense_hidden is not None and not dense:
                 text = "is set but every layer has experts: it would be ignored"
                 found.append(("dense_hidden", text))
+            found += self._balance_problems()
             if self.experts > 0 and not self.router.problems():
                 found += [(f"router.{n}", t) for n, t in self.router.problems_with(self.experts)]
+            return found
+
+        def _balance_problems(self) -> Problems:
+            adapts = isinstance(self.router, ReLU.Config)
+            found: Problems = []
+            if adapts and self.balance.kind == "none":
+                text = "none, but relu needs the balancing loss to stay sparse"
+                found.append(("balance.kind", text))
+            if self.balance.weight is not None and (adapts or self.balance.kind == "none"):
+                why = "relu adapts its own" if adapts else "balance.kind=none"
+                found.append(("balance.weight", f"is set but {why}: it would be ignored"))
             return found
 
         def at(self, layer: int) -> Any:
