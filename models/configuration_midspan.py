@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from .config import ModelConfig
-from .hf_names import standard_keys
+from .hf_custom import standard_keys
 
 
 def decode_model(tree: Mapping[str, Any]) -> ModelConfig:

@@ -52,6 +52,19 @@ class SwiGLU(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+@FEEDFORWARDS.register("geglu")
+class GeGLU(SwiGLU):
+    """W_down (GELU(W_gate x) ⊙ W_up x)  (Shazeer 2020, arXiv 2002.05202, eq. 6) with the tanh form
+    of GELU, as in Gemma."""
+
+    @dataclass(frozen=True)
+    class Config(SwiGLU.Config):
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
+
+
 @FEEDFORWARDS.register("gelu")
 class GELU(nn.Module):
     """W_down GELU(W_up x) with the exact GELU  (Hendrycks & Gimpel 2016, arXiv 1606.08415)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +18,9 @@ from .attention import SequenceContext
 from .blocks import BLOCKS
 from .config import ModelConfig
 from .configuration_midspan import MidspanConfig, decode_model
+from .declarations import initial_value, named_state, wide_parameters
 from .decoding import DecodingContext, padded_positions
-from .hf_mtp import MTP_PARTS
+from .hf_custom import MTP_PARTS
 from .transformer import Head, Transformer, unit_names
 
 # The keyword and the output field of the key/value cache were renamed within transformers 5.
@@ -77,6 +79,15 @@ def _mtp_layers(transformer: Transformer) -> nn.ModuleDict:
     )
 
 
+def _wide_patterns(model: nn.Module) -> set[str]:
+    """Regular expressions for what stays in float32 in a model that is loaded in a narrower dtype:
+    what training never casts, and state."""
+    wide = wide_parameters(model)
+    names = [name for name, parameter in model.named_parameters() if parameter in wide]
+    names += [name for name, _ in named_state(model)]
+    return {re.sub(r"\.\d+\.", r"\\.\\d+\\.", name) + "$" for name in names}
+
+
 class MidspanPreTrainedModel(PreTrainedModel):
     config_class = MidspanConfig
     base_model_prefix = "model"
@@ -84,17 +95,29 @@ class MidspanPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _no_split_modules = [BLOCKS.component(name).__name__ for name in BLOCKS.names()]  # noqa: RUF012
 
+    @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Weights that no file provides: as in training, from torch's global generator."""
-        for name, parameter in module.named_parameters(recurse=False):
-            if getattr(parameter, "_is_hf_initialized", False):
-                continue
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.dim() == 1:
-                nn.init.ones_(parameter)
+        """Weights and state that no file provides: as in training (but for what depends on depth),
+        from torch's global generator."""
+        state = [(key, module.get_buffer(key)) for key in getattr(module, "state", ())]
+        fresh = [
+            (key, tensor)
+            for key, tensor in (*module.named_parameters(recurse=False), *state)
+            if not getattr(tensor, "_is_hf_initialized", False)
+        ]
+        for key, tensor in fresh:
+            value = initial_value(module, key)
+            if value is not None:
+                tensor.copy_(torch.as_tensor(value))
+            elif key.endswith("bias"):
+                tensor.zero_()
+            elif tensor.dim() == 1:
+                tensor.fill_(1.0)
             else:
-                nn.init.normal_(parameter, std=decode_model(self.config.model).init.std)
+                tensor.normal_(std=decode_model(self.config.model).init.std)
+        update_state: Any = getattr(module, "update_state", None)
+        if state and fresh:
+            update_state(0)
 
 
 class MidspanModel(MidspanPreTrainedModel):
@@ -107,6 +130,7 @@ class MidspanModel(MidspanPreTrainedModel):
         self.transformer = Transformer(model, units, attention_backend="sdpa")
         if model.mtp.depth:
             self.layers = _mtp_layers(self.transformer)
+        self._keep_in_fp32_modules_strict = _wide_patterns(self)
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -19,21 +21,27 @@ from torch import Tensor
 
 import models
 from data_tools.tokenizers import TextTokenizer, load_tokenizer
+from models.config import ModelConfig
+from models.declarations import named_state, wide_parameters
 from models.hf_names import (
     CUSTOM_TARGET,
     NATIVE_TARGETS,
     hf_config,
+    keeps_wide,
+    layout,
     native_target,
     obstacles,
-    to_hf,
 )
+from models.hf_stored import Stored, restored
 from models.initialize import unpadded_shape
+from models.transformer import Transformer
 from pretrain.decode import encode
 from pretrain.trained import (
     TrainedModel,
     check_names,
     expected_shapes,
     open_trained,
+    without_learned_positions,
     without_mtp,
 )
 from pretrain.verify_hf import Verification, compute_reference, require_transformers, verify
@@ -115,16 +123,19 @@ def export_hugging_face(
         if not trained.config.mtp.depth:
             raise ExportError(f"{source} has no multi-token prediction that could be dropped")
         trained = without_mtp(trained)
-    target, notes = choose_target(trained, target)
+    notes: list[str] = []
+    if target != CUSTOM_TARGET and (resting := without_learned_positions(trained)) is not trained:
+        trained = resting
+        notes.append("learned positions are what they were at the start, and are left out")
+    target, reasons = choose_target(trained, target)
+    notes += reasons
     words = _find_tokenizer(trained, tokenizer)
     if words is None:
         notes.append("no tokenizer was found: the folder holds none (give one with --tokenizer)")
-    reference = None
-    if check:
-        reference = compute_reference(trained, None if dtype == "stored" else getattr(torch, dtype))
+    shards = plan_shards(trained, target, dtype, max_shard_bytes)
+    reference = compute_reference(as_stored(trained, shards)) if check else None
     with published(out) as folder:
-        shards = plan_shards(trained, target, dtype, max_shard_bytes)
-        size = write_shards(trained, target, shards, folder)
+        size = write_shards(trained, shards, folder)
         write_configs(trained, target, shards, words, folder)
         if target == CUSTOM_TARGET:
             copy_model_code(folder)
@@ -156,12 +167,16 @@ def choose_target(trained: TrainedModel, wanted: str) -> tuple[str, list[str]]:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One tensor to write: our name, its name in the file, unpadded shape and dtype."""
+    """One tensor to write: our name, its place in the files, unpadded shape and dtype there.
+
+    wide: whether it may be wider than what was asked for.
+    """
 
     name: str
-    stored: str
+    stored: Stored
     shape: tuple[int, ...]
     dtype: torch.dtype
+    wide: bool
 
     @property
     def bytes(self) -> int:
@@ -182,18 +197,32 @@ def plan_shards(trained: TrainedModel, target: str, dtype: str, max_bytes: int) 
     """
     expected = expected_shapes(trained.config, padded=False)
     check_names(_unpadded(trained), expected, trained.path)
+    places = layout(expected, target, trained.config)
+    wide = wide_names(trained.config) if target == CUSTOM_TARGET else set()
     shards: list[list[_Tensor]] = []
     room = 0
-    for name, shape in expected.items():
-        kind = trained.dtypes[name] if dtype == "stored" else dtype
-        stored = to_hf(name, target, trained.config)
-        tensor = _Tensor(name, stored, shape, getattr(torch, kind))
-        if not shards or tensor.bytes > room:
-            shards.append([])
-            room = max_bytes
-        shards[-1].append(tensor)
-        room -= tensor.bytes
+    for name, parts in places.items():
+        for place in parts:
+            stays = name in wide or keeps_wide(place.name, target)
+            kind = getattr(torch, trained.dtypes[name] if dtype == "stored" else dtype)
+            if stays:
+                kind = torch.promote_types(kind, torch.float32)
+            tensor = _Tensor(name, place, place.shape(expected[name]), kind, stays)
+            if not shards or tensor.bytes > room:
+                shards.append([])
+                room = max_bytes
+            shards[-1].append(tensor)
+            room -= tensor.bytes
     return shards
+
+
+def wide_names(config: ModelConfig) -> set[str]:
+    """Names of what is never cast to a narrower dtype: wide parameters and state."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    wide = wide_parameters(model)
+    names = {name for name, parameter in model.named_parameters() if parameter in wide}
+    return names | {name for name, _ in named_state(model)}
 
 
 def _unpadded(trained: TrainedModel) -> dict[str, tuple[int, ...]]:
@@ -204,7 +233,37 @@ def _unpadded(trained: TrainedModel) -> dict[str, tuple[int, ...]]:
     }
 
 
-def write_shards(trained: TrainedModel, target: str, shards: Shards, folder: Path) -> int:
+class _AsStored(Mapping[str, Tensor]):
+    """The weights of ``trained`` as whoever reads the files gets them."""
+
+    def __init__(self, trained: TrainedModel, shards: Shards) -> None:
+        self.weights = trained.weights
+        self.tensors: dict[str, list[_Tensor]] = {}
+        for shard in shards:
+            for tensor in shard:
+                self.tensors.setdefault(tensor.name, []).append(tensor)
+
+    def __getitem__(self, name: str) -> Tensor:
+        whole = self.weights[name]
+        if name not in self.tensors:
+            return whole
+        tensors = self.tensors[name]
+        parts = [tensor.stored.export(whole).to(tensor.dtype) for tensor in tensors]
+        return restored([tensor.stored for tensor in tensors], parts)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+def as_stored(trained: TrainedModel, shards: Shards) -> TrainedModel:
+    """The same model, its weights rounded as in the files."""
+    return dataclasses.replace(trained, weights=_AsStored(trained, shards))
+
+
+def write_shards(trained: TrainedModel, shards: Shards, folder: Path) -> int:
     """Write the safetensors files, one shard in memory at a time; returns the bytes of all."""
     weight_map = {}
     for number, shard in enumerate(shards, 1):
@@ -212,12 +271,15 @@ def write_shards(trained: TrainedModel, target: str, shards: Shards, folder: Pat
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         content: dict[str, Tensor] = {}
-        for tensor in shard:
-            value = trained.weights[tensor.name]
-            if tuple(value.shape) != tensor.shape:
-                value = value[: tensor.shape[0]]
-            content[tensor.stored] = value.to(tensor.dtype).contiguous()
-            weight_map[tensor.stored] = file
+        for name, tensors in itertools.groupby(shard, key=lambda tensor: tensor.name):
+            whole = trained.weights[name]
+            for tensor in tensors:
+                value = tensor.stored.export(whole)
+                if tuple(value.shape) != tensor.shape:
+                    value = value[: tensor.shape[0]]
+                content[tensor.stored.name] = value.to(tensor.dtype).contiguous()
+                weight_map[tensor.stored.name] = file
+            del whole, value
         save_file(content, folder / file, metadata={"format": "pt"})
         (folder / file).chmod(folder.stat().st_mode & 0o666)  # save_file lets the owner alone read
     size = sum(tensor.bytes for shard in shards for tensor in shard)
@@ -236,7 +298,7 @@ def write_configs(
     trained: TrainedModel, target: str, shards: Shards, words: TextTokenizer | None, folder: Path
 ) -> None:
     """config.json, generation_config.json and the tokenizer's files."""
-    dtypes = {tensor.dtype for shard in shards for tensor in shard}
+    dtypes = {tensor.dtype for shard in shards for tensor in shard if not tensor.wide}
     widest = str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
     ids: dict[str, int | None] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if words is not None:
@@ -257,6 +319,8 @@ def write_configs(
     filler = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
     generation = {**ids, "pad_token_id": filler}
     generation = {key: value for key, value in generation.items() if value is not None}
+    if not config["use_cache"]:
+        generation["use_cache"] = False
     _write_json(folder / "generation_config.json", {**generation, **version})
 
 

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.declarations import named_state
-from models.hf_names import from_hf, model_config_from_hf, target_of
+from models.hf_names import layout, model_config_from_hf, target_of
+from models.hf_stored import Stored, restored
 from models.initialize import unpadded_shape
 from models.mtp import MTPConfig
+from models.positions import RNoPE
 from models.transformer import Transformer
 from parallel.checkpoint_format import (
     MANIFEST,
@@ -171,54 +173,77 @@ def holds_tokenizer(place: Path) -> bool:
 class HuggingFaceTensors(Mapping[str, Tensor]):
     """Logical name -> tensor of a folder of safetensors files, unpadded, mapped into memory.
 
-    A stored copy of a tied head is checked against the embedding and left out.
+    ``places``: how every tensor of the model lies in files.  A stored copy of a tied head is
+    checked against the embedding and left out, as is a tensor of which a part is missing.
+    ``shapes`` also names, as they are, tensors of files that are none of the model's.
     """
 
-    def __init__(self, folder: Path, target: str, config: ModelConfig) -> None:
+    def __init__(self, folder: Path, places: Mapping[str, tuple[Stored, ...]], tied: bool) -> None:
         self.folder = folder
-        self._place: dict[str, tuple[str, str]] = {}  # logical name -> (file, stored name)
+        self._opened: dict[str, Any] = {}
+        self._files = {
+            stored: file
+            for stored, file in _weight_map(folder).items()
+            if not stored.endswith(_CONSTANT)
+        }
+        self._places = {
+            name: parts
+            for name, parts in places.items()
+            if parts and all(part.name in self._files for part in parts)
+        }
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        problems = []
-        for stored, file in sorted(_weight_map(folder).items()):
-            if stored.endswith(_CONSTANT):
-                continue
-            try:
-                self._place[from_hf(stored, target, config)] = file, stored
-            except ValueError as error:
-                problems.append(str(error))
-        if problems:
-            raise TrainedModelError(f"{folder}: {'; '.join(problems[:10])}")
-        for name, (file, stored) in self._place.items():
-            piece = self._open(file).get_slice(stored)
-            self.shapes[name] = tuple(piece.get_shape())
-            self.dtypes[name] = _DTYPES.get(piece.get_dtype(), piece.get_dtype())
-        if config.tie_embeddings and "head.weight" in self._place:
-            if not torch.equal(self["head.weight"], self["embedding.weight"]):
-                raise TrainedModelError(
-                    f"{folder}: config.json ties the head to the embedding, but they differ"
-                )
-            for table in (self._place, self.shapes, self.dtypes):
-                del table["head.weight"]
+        for name, parts in self._places.items():
+            pieces = [self._slice(part.name) for part in parts]
+            shapes = {part.name: piece.get_shape() for part, piece in zip(parts, pieces)}
+            first = shapes[parts[0].name]
+            for stored, shape in shapes.items():
+                if shape != first:
+                    text = f"{stored} has shape {shape}, {parts[0].name} {first}"
+                    raise TrainedModelError(f"{folder}: {text}")
+            stack = () if parts[0].index is None else (len(parts),)
+            self.shapes[name] = (*stack, *first)
+            dtype = pieces[0].get_dtype()
+            self.dtypes[name] = _DTYPES.get(dtype, dtype)
+        known = {place.name for parts in places.values() for place in parts}
+        for stored in sorted(self._files.keys() - known - ({_HEAD} if tied else set())):
+            self.shapes[stored] = ()
+        if tied and _HEAD in self._files:
+            self._check_copy(places["embedding.weight"][0].name)
+
+    def _check_copy(self, embedding: str) -> None:
+        if not torch.equal(self._read(_HEAD), self._read(embedding)):
+            raise TrainedModelError(
+                f"{self.folder}: config.json ties the head to the embedding, but they differ"
+            )
 
     def _open(self, file: str) -> Any:
-        try:
-            return safe_open(self.folder / file, framework="pt", device="cpu")
-        except (OSError, SafetensorError) as error:
-            raise TrainedModelError(f"{self.folder / file} cannot be read: {error}") from None
+        if file not in self._opened:
+            try:
+                self._opened[file] = safe_open(self.folder / file, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise TrainedModelError(f"{self.folder / file} cannot be read: {error}") from None
+        return self._opened[file]
 
-    def __getitem__(self, name: str) -> Tensor:
-        file, stored = self._place[name]
-        tensor: Tensor = self._open(file).get_tensor(stored)
+    def _slice(self, stored: str) -> Any:
+        return self._open(self._files[stored]).get_slice(stored)
+
+    def _read(self, stored: str) -> Tensor:
+        tensor: Tensor = self._open(self._files[stored]).get_tensor(stored)
         return tensor
 
+    def __getitem__(self, name: str) -> Tensor:
+        parts = self._places[name]
+        return restored(parts, [self._read(part.name) for part in parts])
+
     def __iter__(self) -> Iterator[str]:
-        return iter(self._place)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._place)
+        return len(self._places)
 
 
+_HEAD = "lm_head.weight"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -257,8 +282,10 @@ def _open_hugging_face(folder: Path) -> TrainedModel:
         target = target_of(content)
     except (ValueError, KeyError) as error:
         raise TrainedModelError(f"{folder}: {error}") from None
-    tensors = HuggingFaceTensors(folder, target, config)
-    check_names(tensors.shapes, expected_shapes(config, padded=False), folder)
+    shapes = expected_shapes(config, padded=False)
+    places = layout(shapes, target, config)
+    tensors = HuggingFaceTensors(folder, places, config.tie_embeddings)
+    check_names(tensors.shapes, shapes, folder)
     return TrainedModel(
         path=folder,
         config=config,
@@ -320,23 +347,42 @@ def without_mtp(trained: TrainedModel) -> TrainedModel:
     return dataclasses.replace(trained, config=config, shapes=kept)
 
 
+_LEARNED = (".log_scale", ".beta")  # zero until they are learned
+
+
+def without_learned_positions(trained: TrainedModel) -> TrainedModel:
+    """The same model with the table that its learned positions start from, if they are there still:
+    it computes the same, bit for bit."""
+    position = _start_of(trained.config.position)
+    learned = [name for name in trained.shapes if ".position." in name]
+    moved = (name for name in learned if name.endswith(_LEARNED) and trained.weights[name].any())
+    if position is None or any(moved):
+        return trained
+    config = dataclasses.replace(trained.config, position=position)
+    kept = {name: shape for name, shape in trained.shapes.items() if name not in learned}
+    return dataclasses.replace(trained, config=config, shapes=kept)
+
+
+def _start_of(position: Any) -> Any:
+    """The position encoding without learned parts; None if it has none to begin with."""
+    if isinstance(position, RNoPE.Config):
+        inner = _start_of(position.inner)
+        return None if inner is None else dataclasses.replace(position, inner=inner)
+    return getattr(position, "start", None)
+
+
 def build_model(
     trained: TrainedModel,
     dtype: torch.dtype = torch.float32,
     *,
-    rounded_to: torch.dtype | None = None,
     device: torch.device | str = "cpu",
 ) -> Transformer:
-    """The model with its weights, one tensor at a time; padding rows are zero.
-
-    rounded_to: pass every weight through this dtype first.
-    """
+    """The model with its weights, one tensor at a time; padding rows are zero."""
     with torch.device(device):
         model = Transformer(trained.config).to(dtype)
     with torch.no_grad():
         for name, parameter in stored_tensors(model):
             tensor = trained.weights[name]
-            tensor = tensor if rounded_to is None else tensor.to(rounded_to)
             if tensor.shape != parameter.shape:
                 parameter.zero_()
                 parameter[: tensor.shape[0]] = tensor

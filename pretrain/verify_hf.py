@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from models.attention import SequenceContext
 from models.config import ModelConfig
-from models.hf_names import CUSTOM_TARGET, to_hf
+from models.hf_names import CUSTOM_TARGET, stored_as
 from models.transformer import Transformer
 from pretrain.trained import TrainedModel, build_model
 
@@ -67,12 +67,12 @@ def require_transformers() -> Any:
         ) from None
 
 
-def compute_reference(trained: TrainedModel, rounded_to: torch.dtype | None = None) -> Reference:
-    """Run the training model's own code, in float32, on weights rounded to ``rounded_to``."""
+def compute_reference(trained: TrainedModel) -> Reference:
+    """Run the training model's own code in float32."""
     length = max(1, min(_LONGEST, trained.sequence_length))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(trained.config.vocab_size, (_SEQUENCES, length), generator=generator)
-    model = build_model(trained, rounded_to=rounded_to)
+    model = build_model(trained)
     with recorded(model, lambda name: name) as outputs, torch.inference_mode():
         logits = _depth_logits(model, ids)
     return Reference(trained.config, ids, outputs, logits)
@@ -94,6 +94,7 @@ def verify(folder: Path, target: str, reference: Reference) -> Verification:
     model = _load(transformers, folder, target)
     config = reference.config
     own_names = {_hf_module(name, target, config): name for name in reference.outputs}
+    own_names.pop("", None)
     with _quiet(transformers), recorded(model, own_names.get) as outputs, torch.inference_mode():
         found = _exported_logits(model, target, reference.ids, config.mtp.depth)
     if found[0].shape != reference.logits[0].shape:
@@ -143,12 +144,13 @@ def _exported_logits(model: Any, target: str, ids: Tensor, depth: int) -> list[T
 
 
 def first_divergence(reference: Reference, outputs: dict[str, Tensor]) -> tuple[str, float] | None:
-    """(module, largest difference) of the first module, in order of execution, that differs.  The
-    MTP block of a native class belongs to another model and is not looked at."""
+    """(module, largest difference) of the first module, in order of execution, that differs, of
+    those that have a counterpart in the exported model.  (The MTP block of a native class belongs
+    to another model.)"""
     for name, expected in reference.outputs.items():
-        if name not in outputs and name.startswith("mtp"):
+        if name not in outputs:
             continue
-        if name not in outputs or outputs[name].numel() != expected.numel():
+        if outputs[name].numel() != expected.numel():
             return name, float("inf")
         difference = (outputs[name].flatten() - expected.flatten()).abs().max().item()
         if not difference <= TOLERANCE * max(1.0, expected.abs().max().item()):
@@ -174,14 +176,20 @@ def recorded(model: nn.Module, name_of: Callable[[str], str | None]) -> Iterator
 
 def _saver(outputs: dict[str, Tensor], name: str) -> Callable[..., None]:
     def save(module: nn.Module, arguments: Any, output: Any) -> None:
-        if name not in outputs:
+        if name not in outputs and isinstance(output, Tensor):
             outputs[name] = output.detach().float()
 
     return save
 
 
 def _hf_module(name: str, target: str, config: ModelConfig) -> str:
-    return to_hf(f"{name}.weight", target, config).removesuffix(".weight")
+    """The module that gives the same output as ours; "" if there may be none."""
+    try:
+        places = stored_as(f"{name}.weight", target, config)
+    except ValueError:
+        return ""
+    same = len(places) == 1 and places[0].index is None and places[0].scale == 1
+    return places[0].name.removesuffix(".weight") if same else ""
 
 
 def _load(transformers: Any, folder: Path, target: str) -> nn.Module:

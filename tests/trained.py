@@ -9,9 +9,11 @@ import torch
 
 from data_tools.tokenizers import byte_tokenizer
 from models.config import ModelConfig
+from models.declarations import named_state
 from models.transformer import Transformer
 from parallel.checkpoint import CheckpointManager
 from pretrain.decode import decode, encode
+from pretrain.trained import stored_tensors
 
 ATTENTION = {"heads": 4, "kv_heads": 2, "head_dim": 8}
 BASE: dict[str, Any] = {
@@ -30,7 +32,7 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def tiny_model(config: ModelConfig, seed: int = 0) -> Transformer:
-    """Weights large enough that every part shows in the logits; padding rows zero."""
+    """Weights and state large enough that every part shows in the logits; padding rows zero."""
     generator = torch.Generator().manual_seed(seed)
     model = Transformer(config)
     with torch.no_grad():
@@ -40,6 +42,8 @@ def tiny_model(config: ModelConfig, seed: int = 0) -> Transformer:
                 parameter.add_(1.0)
             if name.endswith("embedding.weight") or name == "head.weight":
                 parameter[config.vocab_size :] = 0
+        for _, buffer in named_state(model):
+            buffer.copy_(torch.rand(buffer.shape, generator=generator) * 0.5 + 0.1)
     return model.eval()
 
 
@@ -53,7 +57,7 @@ def save_run(
 ) -> Transformer:
     """A run folder with checkpoints of ``model`` (the optimizer's state besides)."""
     model = tiny_model(config) if model is None else model
-    tensors = {f"model/{name}": p.data for name, p in model.named_parameters()}
+    tensors = {f"model/{name}": tensor.detach() for name, tensor in stored_tensors(model)}
     tensors |= {f"optimizer/exp_avg/{name}": p.data for name, p in model.named_parameters()}
     run = {"model": encode(config), "training": {"sequence_length": LENGTH}, "data": {"train": []}}
     manager = CheckpointManager(folder / "checkpoints", asynchronous=False, keep_last=len(steps))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.attention import SequenceContext
-from models.hf_mtp import MTP_PARTS
+from models.hf_custom import MTP_PARTS
 from models.hf_names import hf_config, model_config_from_hf
 from models.transformer import Transformer
 from pretrain.export import ExportError, export_hugging_face
@@ -237,5 +237,7 @@ def test_a_foreign_tensor_of_a_block_is_refused(tmp_path: Path) -> None:
     tensors = load_file(file)
     tensors["model.layers.9.enorm.weight"] = tensors["model.layers.2.enorm.weight"].clone()
     save_file(tensors, file)
-    with pytest.raises(TrainedModelError, match=r"model.layers.9.enorm.weight is no tensor"):
+    with pytest.raises(
+        TrainedModelError, match=r"not in the model \(1\): model.layers.9.enorm.weight"
+    ):
         open_trained(tmp_path / "model")

@@ -12,7 +12,7 @@ from torch import Tensor
 from models.feedforward import FEEDFORWARDS
 
 WIDTH, HIDDEN = 6, 8
-DENSE = ("gelu", "swiglu")
+DENSE = ("geglu", "gelu", "swiglu")
 
 
 def build(name: str) -> Any:
@@ -40,6 +40,14 @@ def test_gelu_is_the_exact_formula() -> None:
     up = x @ module.up_proj.weight.T
     wanted = (up * (1 + torch.erf(up / math.sqrt(2))) / 2) @ module.down_proj.weight.T
     torch.testing.assert_close(module(x), wanted, rtol=1e-13, atol=1e-14)
+
+
+def test_geglu_is_the_tanh_form() -> None:
+    module, x = build("geglu"), rows()
+    gate, up = x @ module.gate_proj.weight.T, x @ module.up_proj.weight.T
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    wanted = (gate / 2 * (1 + inner.tanh()) * up) @ module.down_proj.weight.T
+    torch.testing.assert_close(module(x), wanted, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", DENSE)
