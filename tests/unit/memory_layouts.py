@@ -12,6 +12,9 @@ from models.routers import TopK
 from parallel.mesh import ParallelConfig, PipelineConfig
 from parallel.pipeline.units import Placement
 from pretrain.config import DataConfig, PrecisionConfig, RunConfig, SourceConfig, TrainingConfig
+from pretrain.objectives.causal import Causal
+from pretrain.objectives.perturbed import Perturbed
+from pretrain.optimizer_config import OptimizerConfig
 from pretrain.placement import plan_pipeline
 from tests.parity.placements import scattered
 
@@ -37,6 +40,7 @@ LARGE = replace(MTP, vocab_size=4000, layers=2)  # several chunks of logits
 MOE = replace(  # with every expert active loads are equal, as the plan assumes
     MODEL, feedforward=MoE.Config(experts=4, hidden=12, router=TopK.Config(k=4), shared_experts=1)
 )
+DISTILLED = Perturbed.Config(documents="mask", z_loss=1e-3)
 TAIL = PipelineConfig(planner="explicit", layout="Et*3|ttmmL")
 TAIL_ZB = replace(TAIL, schedule="zb_h1")
 
@@ -51,6 +55,8 @@ class Layout:
     placed: Placement | None = None  # None: planned
     sequence: int = SEQUENCE
     micro_batch: int = 1
+    objective: Any = Causal.Config()
+    optimizer: OptimizerConfig = OptimizerConfig()
 
     @property
     def placement(self) -> Placement:
@@ -65,6 +71,8 @@ class Layout:
             micro_batch=self.micro_batch,
             sequence=self.sequence,
             compute=self.compute,
+            objective=self.objective,
+            optimizer=self.optimizer,
         )
 
 
@@ -114,6 +122,12 @@ LAYOUTS = {
     "pp2 tp2 tied": Layout(4, ParallelConfig(pp=2, tp=2), TIED),
     "pp4": Layout(4, ParallelConfig(pp=4)),
     "pp2 interleaved": Layout(2, ParallelConfig(pp=2, pipeline=PIPELINE)),
+    "views": Layout(1, ParallelConfig(recompute="full"), TIED, objective=DISTILLED),
+    "views large vocabulary": Layout(
+        1, ParallelConfig(), LARGE, sequence=64, micro_batch=8, objective=DISTILLED
+    ),
+    "views pp2": Layout(2, ParallelConfig(pp=2), objective=DISTILLED),
+    "muon fsdp2": Layout(2, ParallelConfig(fsdp=2), optimizer=OptimizerConfig(matrices="muon")),
     "zb_h1": Layout(2, ParallelConfig(pp=2, pipeline=PipelineConfig("zb_h1")), micro_batches=4),
     "moe": Layout(1, ParallelConfig(recompute="selective"), replace(MOE, mtp=MTPConfig(depth=1))),
     "moe bf16": Layout(1, ParallelConfig(), MOE, compute="bfloat16"),

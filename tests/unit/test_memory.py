@@ -122,6 +122,7 @@ def measure(rank: int, world: int, layouts: list[Layout]) -> list[dict[str, Any]
         engine.forward_backward(batches(layout.config, layout.micro_batches), objective)
         parameters = [p for _, p in engine.model.named_parameters()]
         state = [t for s in optimizer.state.values() for t in s.values()]
+        state += [] if optimizer.muon is None else optimizer.muon.momentum.values()
         found.append(
             {
                 "coordinate": dict(engine.model.mesh.coordinate),
@@ -158,7 +159,7 @@ def existing_tensors(engine: Engine, data: Iterable[MicroBatch]) -> list[Tensor]
     found = [local_tensor(p) for _, p in engine.model.named_parameters()]
     for batch in data:
         found += [batch.ids, *batch.fields.values()]
-        found += [] if batch.documents is None else [batch.documents]
+        found += [t for t in (batch.documents, batch.positions) if t is not None]
     return found
 
 
