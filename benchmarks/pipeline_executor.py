@@ -12,16 +12,12 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from benchmarks.measure import (
     Options,
@@ -33,25 +29,29 @@ from benchmarks.measure import (
     run_ranks,
     spread,
 )
-from models.attention import AttentionConfig, SequenceContext
+from benchmarks.two_ranks import (
+    RANKS,
+    TOLERANCE,
+    VIRTUAL,
+    model_config,
+    peer_schedule,
+    timed,
+    transfer_seconds,
+)
 from models.config import ModelConfig
-from models.feedforward import SwiGLU
 from models.losses import CrossEntropy
 from models.transformer import Transformer
 from parallel.mesh import ParallelConfig, PipelineConfig
-from parallel.pipeline.actions import F, Schedule
+from parallel.pipeline.actions import B, F, Schedule
 from parallel.pipeline.cost import CostTable, UnitCost
 from parallel.pipeline.executor import Executor
 from parallel.pipeline.links import create_links
+from parallel.pipeline.measure import Seconds, stage_seconds
 from parallel.pipeline.schedules import make_schedule
 from parallel.pipeline.simulate import simulate
 from parallel.pipeline.units import Placement
 from parallel.stage import MicroBatch, ShardedWeights, Stage, unit_name
 from pretrain.placement import plan_pipeline
-
-RANKS = 2
-VIRTUAL = {"1f1b": 1, "interleaved": 2}
-TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,7 @@ class Shape:
     micro_batches: int
 
     def config(self) -> ModelConfig:
-        heads = max(1, self.hidden // 64)
-        return ModelConfig(
-            vocab_size=self.vocabulary,
-            hidden=self.hidden,
-            layers=self.layers,
-            attention=AttentionConfig(heads, heads, self.hidden // heads),
-            feedforward=SwiGLU.Config(hidden=self.hidden * 8 // 3 // 32 * 32),
-        )
+        return model_config(self.hidden, self.layers, self.vocabulary)
 
 
 SHAPES = {
@@ -80,18 +73,6 @@ SHAPES = {
     "overhead": Shape(64, 8, 512, 64, 1, 8),
 }
 TOY = Shape(32, 6, 128, 16, 1, 4)
-
-
-class Body(nn.Module):
-    """A stage as the peer wants it: hidden states (or ids) in, hidden states out."""
-
-    def __init__(self, model: Transformer) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.model(x, SequenceContext(torch.arange(x.shape[1])))
-        return out
 
 
 class Both:
@@ -138,8 +119,7 @@ class Both:
         self.recorder = Executor(self.schedule, self.stages, links, record=True)
 
     def _theirs(self, name: str, shape: Shape) -> None:
-        number = self.placement.num_stages
-        last = number - 1
+        last = self.placement.num_stages - 1
 
         def loss(hidden: Tensor, labels: Tensor) -> Tensor:
             head = self.models[last].head
@@ -147,17 +127,8 @@ class Both:
             total: Tensor = head(hidden, {"labels": labels}, self.terms)[0]
             return total
 
-        stages: list[Any] = [
-            PipelineStage(Body(model), n, number, torch.device("cpu"))
-            for n, model in self.models.items()
-        ]
         self.first, self.last = 0 in self.models, last in self.models
-        count = shape.micro_batches
-        self.peer: Any = (
-            Schedule1F1B(stages[0], count, loss_fn=loss, scale_grads=False)
-            if name == "1f1b"
-            else ScheduleInterleaved1F1B(stages, count, loss_fn=loss, scale_grads=False)
-        )
+        self.peer = peer_schedule(name, self.models, shape.micro_batches, loss)
 
     def clear(self) -> None:
         for model in self.models.values():
@@ -206,53 +177,23 @@ class Both:
         return worst
 
 
-def stage_seconds(both: Both) -> dict[int, tuple[float, float]]:
-    """Median forward and backward seconds of this rank's stages in a recorded run."""
+def recorded_seconds(both: Both) -> Seconds:
+    """Median seconds of this rank's stages in a recorded run."""
     both.run_ours(both.recorder)
-    found = {}
-    for stage in both.stages:
-        times: dict[bool, list[float]] = {True: [], False: []}
-        for event in both.recorder.events:
-            if event.action.stage == stage and event.action.kind.name != "RECV":
-                times[event.action.kind is F].append(event.end - event.start)
-        found[stage] = (statistics.median(times[True]), statistics.median(times[False]))
-    return found
-
-
-def transfer_seconds(rank: int, shape: Shape) -> float:
-    """One way of one activation, from ten round trips."""
-    word = torch.zeros(shape.micro_batch, shape.length, shape.hidden)
-    times = []
-    for _ in range(10):
-        start = time.perf_counter()
-        for sender in (0, 1):
-            if rank == sender:
-                dist.send(word, 1 - rank)
-            else:
-                dist.recv(word, 1 - rank)
-        times.append((time.perf_counter() - start) / 2)
-    return statistics.median(times)
+    return stage_seconds(both.recorder.events)
 
 
 def predict(
     schedule: Schedule,
     placement: Placement,
-    seconds: dict[int, tuple[float, float]],
+    seconds: Seconds,
     transfer: float,
 ) -> float:
     """The simulator's step time from measured times; a stage's time is put on its first unit."""
     costs = {unit: UnitCost() for units in placement.stages for unit in units}
-    for stage, (forward, backward) in seconds.items():
-        costs[placement.stages[stage][0]] = UnitCost(forward, backward)
+    for stage, units in enumerate(placement.stages):
+        costs[units[0]] = UnitCost(seconds[stage, F], seconds[stage, B])
     return simulate(schedule, CostTable(by_unit=costs), latency=transfer).makespan
-
-
-def timed(run: Callable[[], object]) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    run()
-    dist.barrier()
-    return time.perf_counter() - start
 
 
 def on_rank(rank: int, world: int, shape: Shape, repeats: int) -> dict[str, Any]:
@@ -266,9 +207,10 @@ def on_rank(rank: int, world: int, shape: Shape, repeats: int) -> dict[str, Any]
         for name, both in pairs.items():
             ours, theirs = timed(both.run_ours), timed(both.run_theirs)
             everyone: list[Any] = [None] * world
-            dist.all_gather_object(everyone, stage_seconds(both))
+            dist.all_gather_object(everyone, recorded_seconds(both))
             stages = {stage: pair for part in everyone for stage, pair in part.items()}
-            expected = predict(both.schedule, both.placement, stages, transfer_seconds(rank, shape))
+            transfer = transfer_seconds(rank, (shape.micro_batch, shape.length, shape.hidden), 10)
+            expected = predict(both.schedule, both.placement, stages, transfer)
             if turn >= 0:
                 for side, value in (("ours", ours), ("torch", theirs), ("simulated", expected)):
                     seconds.setdefault(f"{name} {side}", []).append(value)

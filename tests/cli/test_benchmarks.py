@@ -77,6 +77,51 @@ def test_gpu_parity_sees_a_wrong_gradient() -> None:
     assert error(found, wanted) == pytest.approx(1e-3, rel=1e-6)
 
 
+def test_what_does_not_shrink_with_the_rows_of_a_head() -> None:
+    from benchmarks.unit_costs import affine
+
+    assert affine([(0.25, 3.0), (0.25, 3.0), (0.5, 5.0), (1.0, 9.0)]) == pytest.approx((1, 8))
+    assert affine([(0.25, 1.0), (0.5, 2.5), (1.0, 5.0)])[0] == 0
+    fixed, rest = affine([(0.25, 3.1), (0.5, 3.0), (1.0, 2.9)])
+    assert (fixed, rest) == (pytest.approx(3.0), 0)
+
+
+def test_models_that_are_measured_already_are_kept(tmp_path: Path) -> None:
+    from benchmarks.mtp_pipeline import SHAPES, kept
+
+    options = measure.Options(False, 7, 2, tmp_path, None)
+    first, second, third = list(SHAPES)[:3]
+    settings = {"both sides": "x", first: str(SHAPES[first]), second: "of other sizes"}
+    result_file(
+        tmp_path, "mtp_pipeline", machine=measure.machine(), versions=measure.versions(),
+        settings=settings, rows=[[first, "a"], [second, "b"]], notes=[f"{first}: n", "others"],
+        targets=[{"claim": f"{first}: c", "measured": "1", "met": True}],
+        samples={f"{first}: a": [1.0], f"{second}: a": [2.0]},
+    )  # fmt: skip
+
+    def found(wanted: list[str], options: measure.Options = options, sides: str = "x") -> Any:
+        report = measure.Report("mtp_pipeline", "", [], {"both sides": sides})
+        path = tmp_path / "mtp_pipeline.json"
+        return kept(path, {name: SHAPES[name] for name in wanted}, report, options), report
+
+    names, report = found([first, second, third])
+    assert names == [first] and report.rows == [[first, "a"]] and report.notes == [f"{first}: n"]
+    assert report.samples == {f"{first}: a": [1.0]} and report.targets[0].met
+    assert report.settings == {"both sides": "x", first: str(SHAPES[first])}
+    assert found([second])[0] == found([first], sides="y")[0] == []
+    quick = measure.Options(True, 7, 2, tmp_path, None)
+    assert found([first], quick)[0] == []
+
+
+def test_models_are_chosen_by_number() -> None:
+    from benchmarks.mtp_pipeline import PARTS, SHAPES, chosen
+
+    assert chosen(None) == SHAPES and sum(PARTS.values()) == 100
+    assert list(chosen([6, 2])) == [list(SHAPES)[5], list(SHAPES)[1]]
+    with pytest.raises(ValueError, match="--shapes 7: there are 1 to 6"):
+        chosen([7])
+
+
 def test_a_missing_peer_is_named_with_what_to_do() -> None:
     with pytest.raises(measure.MissingPeer, match=r"pip install .*--target DIR no-such-package"):
         measure.import_peer("no_such_module", "no-such-package", None)
@@ -89,7 +134,7 @@ def test_list_and_misspelt_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["lader"]) == 2
     assert "did you mean loader?" in capsys.readouterr().err
     files = {path.stem for path in Path(run.__file__).parent.glob("*.py")}
-    assert files - {"__init__", "run", "measure", "unit_costs"} == set(NAMES)
+    assert files - {"__init__", "run", "measure", "two_ranks", "unit_costs"} == set(NAMES)
 
 
 def result_file(folder: Path, name: str, **changes: Any) -> None:
