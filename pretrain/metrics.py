@@ -25,6 +25,8 @@ METRICS = {
     "loss/train": "nats/token",
     "loss/ema": "nats/token",
     "loss/<term>": "nats/token",
+    "loss/weighted": "nats/token",
+    "loss/distillation": "nats/token",
     "loss/balance": "1",
     "loss/router_z": "1",
     "loss/router_entropy": "nats/token",

@@ -54,6 +54,26 @@ CASES: dict[str, tuple[list[str], list[str]]] = {
         ["precision.weights=float64"],
         ["precision.compute", "float32 does not go with weights=float64"],
     ),
+    "perturbed positions of none": (
+        ["objective=perturbed", "model.position=nope"],
+        ["objective.type", "perturbed needs rotary positions, not nope"],
+    ),
+    "perturbed positions of biased scores": (
+        ["objective=perturbed", "model.position={type: rnope, inner: alibi}"],
+        ["objective.type", "perturbed needs rotary positions, not rnope"],
+    ),
+    "gap of a cycle": (
+        ["objective={type: perturbed, view: cyclic, max_skip: 9}"],
+        ["objective.max_skip", "view=cyclic: it would be ignored"],
+    ),
+    "divergence without a second view": (
+        ["objective={type: perturbed, method: pose, distill_weight: 0.5}"],
+        ["objective.distill_weight", "method=pose: it would be ignored"],
+    ),
+    "views of another objective": (
+        ["objective.view=skip"],
+        ["objective.view", "unknown key of objective 'causal'", "belongs to objective 'perturbed'"],
+    ),
     "share of no weighting": (
         ["objective.weighting.alpha=0.3"],
         ["objective.weighting.alpha", "kind=none: it would be ignored"],

@@ -103,7 +103,7 @@ def test_draws_depend_on_seed_and_sample_alone() -> None:
     assert batch(3).positions[:4].equal(found[:4])  # the last one of each ends in padding
     tokens, documents = samples()
     objective = build_objective(Perturbed.Config(), MODEL)
-    late = objective.micro_batch(tokens[4:5], documents[4:5], range(4, 5))
+    late: Any = objective.micro_batch(tokens[4:5], documents[4:5], range(4, 5))
     assert late.positions.equal(found[8:10])
     assert not batch(6, seed=1).positions.equal(found)
     assert not batch(6, first=6).positions.equal(found)
@@ -112,7 +112,7 @@ def test_draws_depend_on_seed_and_sample_alone() -> None:
 def test_draws_are_uniform() -> None:
     objective = build_objective(Perturbed.Config(), MODEL)
     tokens = torch.zeros(3000, LENGTH + 1, dtype=torch.long)
-    found = objective.micro_batch(tokens, None, range(3000))
+    found: Any = objective.micro_batch(tokens, None, range(3000))
     starts = (found.fields[DIVERGENCE][1::2] != 0).int().argmax(1)
     gaps = found.positions[1::2, -1] - (LENGTH - 1)
     for values, low in ((starts, 0), (gaps, 1)):
@@ -126,7 +126,7 @@ def test_padding_alone_has_no_view() -> None:
     tokens = torch.zeros(2, LENGTH + 1, dtype=torch.long)
     documents = torch.full_like(tokens, -1)
     documents[0] = 0
-    found = objective.micro_batch(tokens, documents, range(2))
+    found: Any = objective.micro_batch(tokens, documents, range(2))
     assert objective.counts([found]) == {"labels": LENGTH, "sequences": 1}
     assert not found.fields[DIVERGENCE][3].any()
     assert found.positions[3].equal(torch.arange(LENGTH))
@@ -144,7 +144,7 @@ def test_terms_and_evaluation() -> None:
         CrossEntropy(float((plain.fields["labels"] != IGNORE).sum()))
     ]
     pose = build_objective(Perturbed.Config(method="pose"), MODEL)
-    perturbed = pose.micro_batch(tokens, documents, range(6))
+    perturbed: Any = pose.micro_batch(tokens, documents, range(6))
     assert perturbed.ids.equal(plain.ids) and perturbed.positions.equal(batch().positions[1::2])
     assert pose.terms(pose.counts([perturbed])) == objective.evaluation_terms({"labels": 68})
     assert (Perturbed.Config().views, Perturbed.Config(method="pose").views) == (2, 1)
@@ -226,7 +226,7 @@ def test_equal_views_diverge_by_exactly_nothing() -> None:
 
 def _shards(rank: int, world: int) -> tuple[Any, ...]:
     hidden, weight, weights = sharded_inputs()
-    with bound({"tp": GroupAxis(dist.group.WORLD)}):
+    with bound({"tp": GroupAxis(dist.new_group())}):
         found = evaluate_head(
             hidden, weight.chunk(2)[rank].clone(), {"divergence_weights": weights},
             [ViewDivergence(5.0, 0.3)], HeadOptions(9, 3.0, 4), gradients=True,
