@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from models import initialize
+from models.blocks import BLOCKS
 from models.config import InitConfig, ModelConfig
 from models.initialize import initialize_, normal_, standard_deviation, unpadded_shape
+from tests.components import chosen
 
 NAME = "blocks.3.attention.q_proj.weight"
 
@@ -174,3 +177,73 @@ def test_residual_outputs_shrink_with_depth() -> None:
     assert std(flat, "blocks.0.attention.o_proj.weight") == 0.1
     drawn = block("blocks.0.attention.o_proj.weight", (200, 200))
     assert float(drawn.std()) == pytest.approx(0.005, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("block", "shrunk", "factor"),
+    [
+        ("pre", "o down", 16**0.5),
+        ("post", "o down", 16**0.5),
+        ("mixln", "o down", 16**0.5),
+        ("hybrid", "o down", 16**0.5),
+        ("hybrid_star", "o down", 16**0.5),
+        ("span", "o down", 8**0.5),
+        ("deepnorm", "o down v up", 64**0.25),
+        ("lns", "", 1.0),
+        ("peri", "", 1.0),
+        ("reordered", "", 1.0),
+        ("keel", "", 1.0),
+    ],
+)
+def test_what_each_placement_shrinks(block: str, shrunk: str, factor: float) -> None:
+    """Eight blocks; a feed-forward layer of experts or another alike."""
+    config = chosen(CONFIG, block=block)
+    for part in ("q", "k", "v", "o", "gate", "up", "down"):
+        inside = "attention" if part in "qkvo" else "feedforward.experts"
+        found = std(config, f"blocks.3.{inside}.{part}_proj.weight", (2, 7, 5))
+        assert found == pytest.approx(0.02 / (factor if part in shrunk.split() else 1)), part
+    for name in ("embedding.weight", "head.weight", "mtp.1.projection.weight"):
+        assert std(config, name) == 0.02
+
+
+def test_every_placement_says_what_it_shrinks() -> None:
+    marks = test_what_each_placement_shrinks.pytestmark  # type: ignore[attr-defined]
+    assert {case[0] for case in marks[0].args[1]} == set(BLOCKS.names())
+
+
+def test_another_factor_on_the_outputs() -> None:
+    for block in ("pre", "span", "keel", "deepnorm"):
+        config = replace(chosen(CONFIG, block=block), init=InitConfig(output_gain=0.3))
+        assert std(config, "blocks.0.attention.o_proj.weight") == 0.02 * 0.3
+        assert std(config, "blocks.0.feedforward.down_proj.weight") == 0.02 * 0.3
+        others = 64**0.25 if block == "deepnorm" else 1
+        assert std(config, "blocks.0.attention.v_proj.weight") == 0.02 / others
+        assert std(config, "blocks.0.attention.q_proj.weight") == 0.02
+    flat = replace(chosen(CONFIG, block="deepnorm"), init=InitConfig(scale_outputs=False))
+    assert std(flat, "blocks.0.attention.v_proj.weight") == 0.02
+
+
+def test_fan_in_and_embedding() -> None:
+    init = InitConfig(std=1.0, rule="fan_in")
+    config = replace(CONFIG, init=init)
+    assert std(config, "blocks.0.attention.q_proj.weight", (64, 25)) == 1 / 5
+    assert std(config, "blocks.0.feedforward.experts.up_proj.weight", (8, 64, 25)) == 1 / 5
+    assert std(config, "blocks.0.attention.o_proj.weight", (64, 25)) == pytest.approx(1 / 5 / 4)
+    assert std(config, "head.weight", (83, 16)) == 1 / 4
+    assert std(config, "embedding.weight", (83, 16)) == 1.0
+    for rule in ("constant", "fan_in"):
+        small = replace(CONFIG, init=InitConfig(std=1.0, rule=rule, embedding_std=0.3))
+        assert std(small, "embedding.weight", (83, 16)) == 0.3
+        assert std(small, "mtp.1.embedding.weight", (83, 16)) == 0.3
+
+
+def test_settings_that_are_refused() -> None:
+    for key in ("std", "embedding_std", "output_gain"):
+        for value in (0.0, -1.0):
+            problem = (key, f"must be positive, got {value}")
+            assert InitConfig(**{key: value}).problems() == [problem]  # type: ignore[arg-type]
+    both = InitConfig(scale_outputs=False, output_gain=0.5)
+    assert both.problems() == [
+        ("output_gain", "is set but scale_outputs=false: it would be ignored")
+    ]
+    assert InitConfig(std=1.0, rule="fan_in", embedding_std=0.1, output_gain=2.0).problems() == []
