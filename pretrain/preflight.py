@@ -151,6 +151,6 @@ def require_tensors(
     if problems:
         shown = "; ".join(problems[:4]) + ("; ..." if len(problems) > 4 else "")
         raise ValueError(
-            f"{path} does not fit this run's model and precision.weights ({len(problems)} tensors "
-            f"differ): {shown}. The settings it was saved with are in {path / MANIFEST}"
+            f"{path} does not fit this run's model, precision.weights and optimizer "
+            f"({len(problems)} tensors differ): {shown}. The settings it was saved with are in {path / MANIFEST}"
         )

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from models.experts import MoE
 from models.positions import AdaRoPE, LeRoPE
+from models.routers import TopK
 from parallel.apply import local_tensor
 from parallel.gradients import clip_gradients, full_parameters, gradient_norm
 from parallel.mesh import ParallelConfig, PipelineConfig
@@ -83,10 +85,20 @@ def test_twenty_steps_give_the_same_curve(name: str, dtype: str) -> None:
     compare(replace(LAYOUTS[name], dtype=DTYPES[dtype]), ADAMW)
 
 
-@pytest.mark.parametrize("name", ["dp2", "fsdp2-tied", "tp2-sp", "pp2-tied", "fsdp2-tp2"])
+# All experts are active, so that no rounding error can choose other ones.
+EXPERTS = replace(
+    SMALL, layers=2, feedforward=MoE.Config(experts=4, hidden=12, router=TopK.Config(k=4))
+)
+MUON_LAYOUTS = {
+    **{name: LAYOUTS[name] for name in ("dp2", "fsdp2-tied", "tp2-sp", "pp2-tied", "fsdp2-tp2")},
+    "ep2": Case(world=2, parallel=ParallelConfig(dp=2, ep=2), model=EXPERTS),
+}
+
+
+@pytest.mark.parametrize("name", MUON_LAYOUTS)
 def test_muon_gives_the_same_curve(name: str) -> None:
     """In float64: small singular values are amplified, and so are float32's rounding errors."""
-    compare(LAYOUTS[name], MUON)
+    compare(MUON_LAYOUTS[name], MUON)
 
 
 POSITIONS_ONLY = OptimizerConfig(lr=2e-3, trainable="positions", position_lr=10.0)
