@@ -22,6 +22,9 @@ from .apply import ParallelModel, local_tensor
 from .tensor import is_fully_sharded
 
 _BUCKET_BYTES = 32 << 20
+# Measured with gloo on a CPU: two ranks that exchange 32 MiB at once take five times as long as in
+# parts of 2 to 4 MiB (smaller ones are slower again).
+_EXCHANGE_BYTES = {"cpu": 4 << 20}
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
@@ -104,7 +107,8 @@ def _sum_over_hosts(model: ParallelModel, name: str, hosts: tuple[int, ...]) -> 
 def sum_over_ranks(mine: Tensor, hosts: tuple[int, ...], me: int, group: dist.ProcessGroup) -> None:
     """Replace a contiguous tensor by its sum over these ranks of a group, in rank order."""
     # In parts: a vocabulary matrix from every other host at once would be the largest thing here.
-    for part in mine.view(-1).split(_BUCKET_BYTES // mine.element_size()):
+    size = _EXCHANGE_BYTES.get(mine.device.type, _BUCKET_BYTES)
+    for part in mine.view(-1).split(size // mine.element_size()):
         _exchange(part, hosts, me, group)
 
 
