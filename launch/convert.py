@@ -9,6 +9,7 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import argparse
 
 from launch._command import Parser, exit_code_of
+from models.hf_names import NATIVE_TARGETS
 from pretrain import export, import_hf
 
 EXAMPLES = """\
@@ -57,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "source",
         metavar="FOLDER",
-        help="Hugging Face folder: llama, qwen2, qwen3, mellum or our own",
+        help=f"Hugging Face folder: {', '.join(NATIVE_TARGETS)} or our own",
     )
     add("out", type=Path, metavar="OUT", help="folder to make")
     add(

@@ -216,9 +216,12 @@ class CheckpointConfig:
 class FinishConfig:
     """What is made of a finished run."""
 
-    export: Literal["auto", "llama", "qwen2", "qwen3", "mellum", "custom", "none"] = field(
+    export: Literal[
+        "auto", "custom", "none", "llama", "qwen2", "qwen3", "olmo2", "smollm3", "gemma2",
+        "gemma3_text", "mixtral", "qwen3_moe", "glm4_moe", "mellum",
+    ] = field(
         default="auto", metadata={"help": "Hugging Face folder: auto = native where exact"}
-    )
+    )  # fmt: skip
     prompt: str | None = field(default=None, metadata={"help": "beginning of the text sample"})
     sample_tokens: int = field(default=0, metadata={"help": "length of the text sample; 0 = none"})
     report: bool = field(default=True, metadata={"help": "draw loss_curve.png and report.html"})

@@ -34,6 +34,7 @@ from models.hf_names import (
 )
 from models.hf_stored import Stored, restored
 from models.initialize import unpadded_shape
+from models.lapsum import budget_split
 from models.transformer import Transformer
 from pretrain.decode import encode
 from pretrain.trained import (
@@ -313,7 +314,7 @@ def write_configs(
         sequence_length=trained.sequence_length,
         tree=encode(trained.config),
     )
-    _write_json(folder / "config.json", {**config, **ids, **version})
+    _write_json(folder / "config.json", {**config, **_budget(trained), **ids, **version})
     # Where no token is for padding, a batch of prompts is filled with eos; only here, because
     # in config.json it would also keep eos from being trained.
     filler = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
@@ -322,6 +323,17 @@ def write_configs(
     if not config["use_cache"]:
         generation["use_cache"] = False
     _write_json(folder / "generation_config.json", {**generation, **version})
+
+
+def _budget(trained: TrainedModel) -> dict[str, list[float]]:
+    """What a learned budget gives each layer with experts, for people: the model makes it anew."""
+    eta = "shared.budget.eta"
+    if eta not in trained.shapes:
+        return {}
+    with torch.device("meta"):
+        budget: Any = Transformer(trained.config).shared["budget"]
+    split = budget_split(trained.weights[eta], budget.total, budget.most)
+    return {"expert_budget": [round(k, 6) for k in split.tolist()]}
 
 
 def _find_tokenizer(trained: TrainedModel, given: str | Path | None) -> TextTokenizer | None:

@@ -22,7 +22,7 @@ from models.config import ModelConfig
 from models.decoding import Sampling, generate
 from models.transformer import Transformer
 from parallel.checkpoint_format import open_checkpoint
-from pretrain.export import export_hugging_face, plan_shards, write_shards
+from pretrain.export import export_hugging_face, plan_shards, wide_names, write_shards
 from pretrain.import_hf import import_hugging_face
 from pretrain.trained import open_trained
 from pretrain.verify_hf import VerificationError, compute_reference, verify
@@ -69,6 +69,52 @@ def test_native_targets(case: str, folders: Path) -> None:
     assert difference(model, trained) <= 1e-5
 
 
+# What differs from a native model only in how its tensors or settings are written down.
+REWRITTEN: dict[str, dict[str, Any]] = {
+    "llama": {"block": "lns"},
+    "qwen3_moe": {
+        "block": "lns",
+        "attention": {"qk_norm": True},
+        "feedforward": {"type": "moe", "experts": 4, "hidden": 24, "balance": {"kind": "global"}},
+    },
+    "qwen2": {"position": {"type": "ntk", "factor": 3.0}, "attention": {"qkv_bias": True}},
+    "olmo2": {
+        "block": "reordered",
+        "attention": {"qk_norm": True, "qk_norm_span": "projection"},
+        "position": {"type": "lerope", "start": {"type": "yarn", "original_length": 16}},
+    },
+    "qwen3": {"position": "adarope", "attention": {"qk_norm": True}},
+    "smollm3": {
+        "position": {"type": "rnope", "inner": {"type": "adarope", "temperature": "power"}},
+        "layers": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("target", REWRITTEN)
+def test_what_can_be_rewritten_as_a_native_model(target: str, folders: Path) -> None:
+    """The scaling of norms moves into their gains; learned positions that have not moved, and state
+    that only training needs, are left out."""
+    config = tiny_config(**REWRITTEN[target])
+    trained, place = tiny_model(config), folders / f"rewritten {target}"
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if name.endswith((".log_scale", ".beta")):
+                parameter.zero_()
+    save_run(place / "run", config, trained)
+    done = export_hugging_face(place / "run", place / "out")
+    assert done.target == target
+    assert difference(load(place / "out"), trained) <= 2e-6
+    learned = [n for n, _ in trained.named_parameters() if n.endswith((".log_scale", ".beta"))]
+    assert bool(learned) == any("left out" in note for note in done.notes)
+    import_hugging_face(place / "out", place / "back", check=False)  # nothing is missing
+    if learned:
+        with torch.no_grad():
+            trained.get_parameter(learned[-1])[-1] = 1e-3
+        save_run(place / "moved", config, trained)
+        assert export_hugging_face(place / "moved", place / "custom").target == "custom"
+
+
 @pytest.mark.parametrize("target", ["llama", "custom"])
 def test_bfloat16_export(target: str, tmp_path: Path) -> None:
     """Rounded once, verified against the equally rounded training model."""
@@ -103,6 +149,44 @@ batch = words(["It is a truth", "No"], return_tensors="pt", padding=True, paddin
 text = model.generate(**batch, max_new_tokens=8, do_sample=False)
 torch.save({"logits": logits, "hidden": hidden, "text": text, "prompts": dict(batch)}, out)
 """
+
+
+WIDE = {
+    "norm": "bhyt",
+    "position": "adarope",
+    "feedforward": {
+        "type": "moe",
+        "experts": 4,
+        "hidden": 24,
+        "router": {"type": "lapsum", "learned": True, "final_scale": 0.5, "scale_steps": 9},
+    },
+    "mtp": {"depth": 1},
+}
+
+
+@pytest.mark.parametrize("kind", ["custom", "glm4_moe"])
+def test_what_training_keeps_wide_stays_wide(kind: str, tmp_path: Path) -> None:
+    """In files, and in a model that is loaded in a narrow dtype."""
+    config = tiny_config(**(WIDE if kind == "custom" else NATIVE["glm4_moe"]))
+    trained = save_run(tmp_path / "run", config)
+    done = export_hugging_face(tmp_path / "run", tmp_path / "model", dtype="bfloat16")
+    assert done.target == kind
+    assert done.verification is not None and done.verification.largest_difference <= 1e-5
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    dtypes = {name: tensor.dtype for name, tensor in all_tensors(tmp_path / "model").items()}
+    wide = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert set(dtypes.values()) == {torch.bfloat16, torch.float32}
+    assert len(wide) == len(wide_names(config))
+    model = load(tmp_path / "model", dtype=torch.bfloat16)
+    kept = {name for name, t in model.state_dict().items() if t.dtype == torch.float32}
+    assert kept == wide
+    if kind == "custom":
+        split = model.config.expert_budget
+        assert sum(split) == pytest.approx(2 * 1.5) and len(set(split)) == 2
+        with torch.no_grad():
+            loaded = model.state_dict()["model.transformer.blocks.0.attention.position.log_scale"]
+            assert loaded.equal(trained.get_parameter("blocks.0.attention.position.log_scale"))
+            assert model(torch.arange(40)[None]).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("target", ["custom", pytest.param("qwen3", marks=pytest.mark.slow)])
@@ -150,10 +234,27 @@ def _cut(row: list[int], eos: int | None) -> list[int]:
 # -------------------------------------------------------------------------- the custom class
 
 
-@pytest.fixture(scope="module")
-def custom(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Transformer]:
-    folder = tmp_path_factory.mktemp("custom")
-    config = tiny_config(attention={"qk_norm": True}, logit_softcap=20.0)
+CUSTOM: dict[str, dict[str, Any]] = {
+    "plain": {"attention": {"qk_norm": True}},
+    "learned": {
+        "norm": "bhyt",
+        "position": {"type": "adarope", "reference_length": 3},
+        "feedforward": {
+            "type": "moe",
+            "experts": 4,
+            "hidden": 24,
+            "router": {"type": "lapsum", "learned": True},
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module", params=CUSTOM)
+def custom(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Transformer]:
+    folder = tmp_path_factory.mktemp(request.param)
+    config = tiny_config(**CUSTOM[request.param], logit_softcap=20.0)
     trained = save_run(folder / "run", config)
     export_hugging_face(folder / "run", folder / "model", target="custom")
     return load(folder / "model"), trained

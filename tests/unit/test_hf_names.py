@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from models.hf_names import (
 )
 from models.hf_stored import Stored, restored
 from models.positions import YaRN
+from pretrain.config import FinishConfig
 from pretrain.decode import decode, encode
+from pretrain.export import TARGETS
 from pretrain.trained import expected_shapes
 from tests.components import choices
 from tests.hf_cases import NATIVE, target_of
@@ -253,3 +256,8 @@ def test_sizes_that_contradict_the_model_are_refused() -> None:
 
     with pytest.raises(ValueError, match="hidden_size contradicts"):
         MidspanConfig(model={"hidden": 64}, hidden_size=32)
+
+
+def test_a_run_may_ask_for_every_target() -> None:
+    choices = typing.get_args(typing.get_type_hints(FinishConfig)["export"])
+    assert {*choices} == {*TARGETS, "none"} and len(choices) == len(TARGETS) + 1
