@@ -219,6 +219,13 @@ def test_costs_from_a_file(recipe: str, tmp_path: Path, capsys: pytest.CaptureFi
     # The last rank is busy from the first forward pass to the last, twice a transfer beside it.
     assert uniform["step"] == pytest.approx(0.9 + 6 * 4.8 + 2 * 0.001)
 
+    text = "units: {t: 0.1, m: 0.2, h: {forward: 0.3, fixed: 0.3}}\n"
+    costs.write_text(text + "exchange: {vocabulary: 0.5, embedding: 0.5}\n")
+    table = plan(capsys, recipe, *MTP, "--planners", "--costs", str(costs))["planners"]
+    assert table["bound"] == pytest.approx(3 * (6 * 0.1 + 2 * 0.2 + 3 * 0.4) / 2)
+    # Embedding on the first rank, blocks that read it on the last: one copy to add up.
+    assert table["entries"]["uniform"]["step"] == pytest.approx(0.9 + 6 * (2.1 + 3.6) + 0.5)
+
     costs.write_text("units: {t: 0.1, m: 0.2}\n")
     code, out, err = run(capsys, recipe, *MTP, "--costs", str(costs))
     assert (code, out) == (2, "")
@@ -265,6 +272,10 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "more stages than layers": (
         ["parallel.pp=7", "parallel.pipeline.planner=uniform"],
         ["a block for each of 7 stages, the model has 4"],
+    ),
+    "little memory": (
+        [*MTP, "parallel.pipeline={planner: adahc, schedule: adahc, max_memory_gib: 0.001}"],
+        ["parallel.pipeline.planner", "bytes for one micro-batch, more than 1.074e+06"],
     ),
     "planners of one rank": (["--planners"], ["there is one pipeline rank"]),
     "half blocks alone": (["--half-blocks"], ["only goes with --planners"]),
