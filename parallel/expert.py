@@ -19,9 +19,10 @@ FIGURES = ("kept_mass", "k", "cap_hits", "floor_hits", "budget_gap")
 
 @dataclass
 class ExpertReport:
-    """losses: of each kind, the mean over the global batch's tokens and the expert layers, before
-    its weight.  total: their weighted sum over layers, as it was optimised.  figures: means over
-    the tokens by ``layer/name``, and by ``name`` over the layers as well."""
+    """losses: of each kind, the mean over the global batch's tokens and the expert layers (a block
+    of multi-token prediction as often as it is used), before its weight.  total: their weighted sum
+    over layers, as it was optimised.  figures: means over the tokens by ``layer/name``, and by
+    ``name`` over the layers as well."""
 
     losses: dict[str, float]
     total: float
@@ -45,7 +46,10 @@ class ExpertLayers:
         self.mesh, self.all = model.mesh, expert_layers(model.config)
         self.here = {m.layer: m for m in model.part.modules() if isinstance(m, MoE)}
         self.losses: list[str] = []
+        self.tokens = 0
         if self.all:
+            behind = model.config.layers in self.all and model.config.mtp.kind == "repeated"
+            self.uses = len(self.all) + (model.config.mtp.depth - 1 if behind else 0)
             balance = config.balance
             used = {"balance": balance.kind != "none", "router_z": balance.z_loss > 0,
                     "router_entropy": balance.entropy > 0}  # fmt: skip
@@ -54,6 +58,7 @@ class ExpertLayers:
 
     def begin_step(self, tokens: int) -> None:
         """``tokens`` of the global batch."""
+        self.tokens = tokens
         for layer in self.here.values():
             layer.begin_step(tokens)
 
@@ -72,9 +77,8 @@ class ExpertLayers:
                 dist.all_reduce(table, group=group)
         sums, counts = table.split([len(names), self.experts], 1)
         columns = dict(zip(names, sums.T.tolist(), strict=True))
-        tokens = sum(columns["tokens"])
         return ExpertReport(
-            losses={name: sum(columns[name]) / max(tokens, 1) for name in self.losses},
+            losses={n: sum(columns[n]) / (self.tokens * self.uses) for n in self.losses},
             total=sum(columns["total"]),
             figures=self._figures(columns, counts),
         )
