@@ -10,7 +10,7 @@ from .blocks import BLOCKS, PreNormBlock, block_class
 from .experts import MoE as MoE  # registers itself
 from .feedforward import FEEDFORWARDS, SwiGLU
 from .mtp import MTPConfig
-from .norms import NORMS, BHyT, LayerNorm, RMSNorm, norm_class
+from .norms import NORMS, BHyT, BHyTExact, LayerNorm, RMSNorm, norm_class
 from .positions import POSITIONS, RoPE
 
 
@@ -130,6 +130,21 @@ class ModelConfig:
             if block_class(self.block).head_norms:
                 text = f"block={block} normalises each head: use head"
                 found.append(("attention.qk_norm_span", text))
+        return found
+
+    def notes(self, sequence_length: int) -> list[str]:
+        """For people: what is legal with sequences this long and yet may not be meant."""
+        found, norm = [], self.norm
+        if isinstance(norm, BHyTExact.Config) and norm.largest_gain >= self.layers**-0.5:
+            found.append(
+                f"note: lambda / kappa = {norm.largest_gain:g} of model.norm is not below "
+                f"1 / sqrt(layers) = {self.layers**-0.5:.3g}: bhyt's bound on growth does not hold"
+            )
+        if isinstance(norm, BHyT.Config) and norm.sequence_length != sequence_length:
+            found.append(
+                f"note: model.norm.sequence_length = {norm.sequence_length} enters bhyt's "
+                f"estimate, and sequences have {sequence_length} tokens"
+            )
         return found
 
 

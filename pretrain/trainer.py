@@ -177,8 +177,10 @@ class Trainer:
         """Train to the end, or to the next step boundary after a signal."""
         self.logger = self._logger()
         self.logger.announce(self.resume_note)
-        if note := vocabulary_note(self.config):
-            self.logger.announce(note)
+        length = self.config.training.sequence_length
+        for note in [vocabulary_note(self.config), *self.config.model.notes(length)]:
+            if note:
+                self.logger.announce(note)
         self.health_log = HealthLog(self.folder) if self.rank == 0 else None
         self.meter = self._throughput()
         batch = self.config.training.batch

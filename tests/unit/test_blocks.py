@@ -552,6 +552,18 @@ def test_what_does_not_go_together() -> None:
     assert path == "qk_norm_span" and "it would be ignored" in found
 
 
+def test_what_may_not_be_meant() -> None:
+    for name in ("bhyt", "bhyt_exact"):
+        shallow = chosen(replace(CONFIG, layers=99), norm=name)
+        deep = chosen(replace(CONFIG, layers=100), norm=name)
+        assert shallow.notes(1024) == []
+        (note,) = deep.notes(1024)
+        assert "lambda / kappa = 0.1 of model.norm is not below 1 / sqrt(layers) = 0.1" in note
+    (note,) = chosen(CONFIG, norm="bhyt").notes(512)
+    assert "sequence_length = 1024" in note and "sequences have 512 tokens" in note
+    assert CONFIG.notes(512) == chosen(CONFIG, norm="bhyt_exact").notes(512) == []
+
+
 @pytest.mark.parametrize(
     ("config", "key"),
     [
