@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from models.attention import AttentionConfig
 from models.config import ModelConfig
+from models.experts import MoE
 from models.feedforward import SwiGLU
 from parallel.mesh import (
     AXES,
@@ -85,6 +86,10 @@ def test_pipeline_problems(config: PipelineConfig, wanted: list[tuple[str, str]]
         (ParallelConfig(pp=2, fsdp=2),
          [("reshard_after_forward", "must be false with pp > 1 and fsdp > 1: weights would be"
            " gathered again for every micro-batch")]),
+        (ParallelConfig(ep=2, fsdp=4),
+         [("ep", "2 does not go with fsdp=4: the two would divide the same dimension of the expert"
+           " weights; use dp for the ranks that ep divides")]),
+        (ParallelConfig(ep=0), [("ep", "must be positive, got 0")]),
     ],
     ids=str,
 )  # fmt: skip
@@ -97,6 +102,9 @@ def explicit(layout: str, **parallel: Any) -> ParallelConfig:
 
 
 UNIFORM = PipelineConfig(planner="uniform")
+EXPERTS = replace(
+    MODEL, feedforward=MoE.Config(experts=6, hidden=10, shared_experts=2, shared_hidden=6)
+)
 LAYOUTS: dict[str, tuple[ParallelConfig, ModelConfig, int, list[tuple[str, str]]]] = {
     "one": (ParallelConfig(), MODEL, 1, []),
     "replicas": (ParallelConfig(), MODEL, 5, []),
@@ -131,6 +139,18 @@ LAYOUTS: dict[str, tuple[ParallelConfig, ModelConfig, int, list[tuple[str, str]]
         ParallelConfig(tp=8), replace(MODEL, vocab_multiple=1, attention=AttentionConfig(8, 8, 4)),
         8, [("parallel.tp", "8 does not divide the padded vocabulary = 100")],
     ),
+    "experts": (ParallelConfig(ep=2, tp=2, pp=2), EXPERTS, 16, []),
+    "no-experts": (
+        ParallelConfig(ep=2), MODEL, 2,
+        [("parallel.ep", "is 2 but model.feedforward has no experts: it would be ignored")],
+    ),
+    "experts-do-not-divide": (
+        ParallelConfig(dp=6, ep=4, tp=4), EXPERTS, 24,
+        [("parallel.tp", "4 does not divide model.feedforward.hidden = 10"),
+         ("parallel.tp", "4 does not divide model.feedforward.shared_hidden = 6"),
+         ("parallel.ep", "4 does not divide dp = 6"),
+         ("parallel.ep", "4 does not divide model.feedforward.experts = 6")],
+    ),
     "too-many-stages": (
         ParallelConfig(pp=4, pipeline=PipelineConfig("interleaved", 2)), MODEL, 4,
         [("parallel.pp", "8 stages cannot be filled by 4 blocks plus embedding, final norm and"
@@ -161,7 +181,7 @@ def test_replicas() -> None:
 def test_one_process_needs_no_group() -> None:
     mesh = build_mesh(ParallelConfig(), CPU)
     assert mesh.device_mesh is None
-    for axis in (*AXES, "data"):
+    for axis in (*AXES, "data", "edp", "ep"):
         assert (mesh.size(axis), mesh.rank(axis), mesh.group(axis)) == (1, 0, None)
     initialize_process_group(CPU, 1.0)  # a plain process joins nothing
     assert not dist.is_initialized()
@@ -181,6 +201,8 @@ SHAPES: list[dict[str, Any]] = [
     {"pp": 2, "fsdp": 2, "dp": 2},
     {"fsdp": 4, "tp": 2},
     {"dp": 2, "fsdp": 2, "tp": 2},
+    {"dp": 4, "ep": 2, "tp": 2},
+    {"pp": 2, "dp": 4, "ep": 4},
 ]
 
 
@@ -189,7 +211,7 @@ def _coordinates(rank: int, world: int) -> list[dict[str, Any]]:
     for shape in SHAPES:
         mesh = build_mesh(ParallelConfig(**shape, reshard_after_forward=True), CPU)
         members = {}
-        for axis in (*AXES, "data"):
+        for axis in (*AXES, "data", "edp", "ep"):
             group = mesh.group(axis)
             members[axis] = [rank] if group is None else dist.get_process_group_ranks(group)
             assert mesh.size(axis) == len(members[axis])
@@ -200,7 +222,7 @@ def _coordinates(rank: int, world: int) -> list[dict[str, Any]]:
 
 
 def test_coordinates_and_groups() -> None:
-    """Outermost pp, then dp, fsdp, tp: ranks of a tensor group are neighbours."""
+    """Outermost pp, then dp, fsdp, tp: ranks of a tensor group are neighbours.  dp = edp · ep."""
     ranks = run_ranks(8, _coordinates)
     for index, shape in enumerate(SHAPES):
         sizes = [shape.get(axis, 1) for axis in AXES]
@@ -209,12 +231,15 @@ def test_coordinates_and_groups() -> None:
             place = [int(i) for i in (grid == rank).nonzero()[0]]
             assert found[index]["coordinate"] == dict(zip(AXES, place))
             pp, dp, fsdp, tp = place
+            ep = shape.get("ep", 1)
             assert found[index]["members"] == {
                 "pp": grid[:, dp, fsdp, tp].tolist(),
                 "dp": grid[pp, :, fsdp, tp].tolist(),
                 "fsdp": grid[pp, dp, :, tp].tolist(),
                 "tp": grid[pp, dp, fsdp].tolist(),
                 "data": grid[pp, :, :, tp].flatten().tolist(),
+                "edp": grid[pp, dp % ep :: ep, fsdp, tp].tolist(),
+                "ep": grid[pp, dp - dp % ep : dp - dp % ep + ep, fsdp, tp].tolist(),
             }
 
 
