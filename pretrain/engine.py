@@ -231,7 +231,9 @@ def build_engine(
         costs, network = request.costs, request.network
     else:
         chunks = sum(unit.kind == HEAD and unit.index == 0 for unit in placement.units)
-        costs, network = cost_table(config, sequence_length, chunks, micro_batch), INSTANT
+        rate = parallel.pipeline.flops_per_byte
+        costs = cost_table(config, sequence_length, chunks, micro_batch, rate)
+        network = INSTANT
     units, hosts = rank_units(placement, mesh.rank("pp")), shared_hosts(config, placement)
     model = build_parallel_model(config, parallel, mesh, options, units, hosts)
     dtype = options.compute_dtype or options.dtype
