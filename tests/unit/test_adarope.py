@@ -30,6 +30,7 @@ from models.positions import (
 from models.rotary import HeadShape, LearnedRotation, rotate_half_split
 from models.shared import shared_modules
 from models.transformer import Transformer
+from pretrain.optimizer_config import OptimizerConfig, Rule, model_rules
 from tests.trained import tiny_config, tiny_model
 
 HEADS, KV_HEADS, DIM, LENGTH, BATCH = 4, 2, 8, 12, 2
@@ -475,3 +476,12 @@ def test_declarations() -> None:
                 kind = {"kv_head": "head", "layer": "replicated", "global": "partial"}
                 wanted = "head" if name in ("beta", "gamma") else kind[granularity]
                 assert holder.plan[name] == wanted, (config, name)
+
+
+@pytest.mark.parametrize("position", [*EVERY[1:], LeRoPE.Config()], ids=str)
+def test_no_decay_no_muon_and_a_learning_rate_of_their_own(position: Any) -> None:
+    config = OptimizerConfig(matrices="muon", position_lr=7.0)
+    rules = model_rules(ModelConfig(position=position), config)
+    learned_names = {"log_scale", "beta", "gamma"}
+    ours = [rule for name, rule in rules.items() if name.rpartition(".")[2] in learned_names]
+    assert ours and set(ours) == {Rule("adamw", False, 7.0, "position")}
