@@ -152,5 +152,6 @@ def require_tensors(
         shown = "; ".join(problems[:4]) + ("; ..." if len(problems) > 4 else "")
         raise ValueError(
             f"{path} does not fit this run's model, precision.weights and optimizer "
-            f"({len(problems)} tensors differ): {shown}. The settings it was saved with are in {path / MANIFEST}"
+            f"({len(problems)} tensors differ): {shown}. The settings it was saved with are in "
+            f"{path / MANIFEST}"
         )
