@@ -255,7 +255,8 @@ def on_rank(rank: int, world: int, shape: Shape, rounds: int, seconds: float) ->
 
 
 def compare(label: str, shape: Shape, options: Options, seconds: float, report: Report) -> None:
-    results = run_ranks(RANKS, on_rank, shape, options.repeats, seconds)
+    timeout = 900 + 3 * seconds
+    results = run_ranks(RANKS, on_rank, shape, options.repeats, seconds, timeout=timeout)
     for result in results:
         for peer, worst in result["difference"].items():
             if worst > TOLERANCE:
