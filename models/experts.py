@@ -232,7 +232,8 @@ class MoE(nn.Module):
     experts there give shares of the result, and gates therefore get shares of their gradients.
 
     tokens: of the step's global batch, which the auxiliary losses are divided by; None outside of
-    training: no such loss.  sums: what this step's backward passes added up.
+    training and its evaluations: no such loss.  sums: what this step's backward passes added up (an
+    evaluation's forward passes).
     """
 
     plan: ClassVar[dict[str, str]] = {}
@@ -312,7 +313,6 @@ class MoE(nn.Module):
         self.sums: dict[str, Tensor] = {}
         carries = config.balance.kind == "global"
         self.router: Router = ROUTERS.build(config.router, dim, config.experts, carries)
-        self.router.token_axes = ("cp", "dp")
         self.experts = Experts(config.experts, dim, config.hidden, self.router.max_active)
         width = config.shared_experts * (config.shared_hidden or config.hidden)
         self.shared_experts = SharedExperts(SwiGLU.Config(width), dim) if width else None
@@ -330,6 +330,7 @@ class MoE(nn.Module):
             assert isinstance(budget, Budget)
             self._budget = (budget,)
 
+    @torch.compiler.disable  # sizes depend on the data: a compiled block ends before and after
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)
         k = self._budget[0]()[self._sharing.index(self.layer)] if self._budget else None
@@ -368,6 +369,8 @@ class MoE(nn.Module):
     def _with_losses(self, routing: Routing, sequences: int) -> Tensor:
         """The gates, with the auxiliary losses hung on."""
         gates = routing.gates
+        if self.tokens is not None and not torch.is_grad_enabled():  # an evaluation has no losses
+            self._note(routing, {}, gates.new_zeros(()))
         if self.tokens is None or not gates.requires_grad:
             return gates
         losses = self.losses(routing, sequences)

@@ -62,8 +62,7 @@ class Router(nn.Module):
     without gradient) and, where gates are more than values, ``weigh``.
 
     carries_activity: keep ``activity`` [E], the share of the previous step's tokens that used each
-    expert, as state; its sum is the mean number of active experts.  token_axes: over which axes
-    the tokens of a step are spread when ``update_state`` adds up its counts.
+    expert, as state; its sum is the mean number of active experts.
     """
 
     plan: ClassVar[dict[str, str]] = {"weight": "replicated"}
@@ -77,7 +76,6 @@ class Router(nn.Module):
         self.config, self.experts = config, experts
         self.weight = nn.Parameter(torch.empty(experts, dim))
         self.state: tuple[str, ...] = ()
-        self.token_axes: tuple[str, ...] = ("sp", "cp", "dp")
         self._counts: Tensor | None = None
         if carries_activity:
             self.carry("activity", experts)
@@ -144,7 +142,7 @@ class Router(nn.Module):
             self._counts = None
             return
         counts, self._counts = self._counts, None
-        for name in self.token_axes:
+        for name in ("cp", "dp"):  # tokens are whole on every rank of tp
             counts = axis(name).sum_(counts)
         activity = counts[:-1].to(self.weight.dtype) / counts[-1]
         if "activity" in self.state:
