@@ -48,10 +48,13 @@ MUON = replace(ADAMW, matrices="muon", muon=MuonConfig(lr=4e-3))
 
 
 def train(case: Case, config: OptimizerConfig) -> dict[str, Any]:
-    """Loss and norm of every step, and the weights after the last."""
+    """Loss and norm of every step, the weights after the last, and names: of all parameters here,
+    those that have the same bits as before, a gradient, optimizer state."""
     engine = build(case)
     objective = build_objective(case.objective)
     optimizer = ShardedOptimizer(engine.model, config, "torch")
+    parameters = dict(engine.model.named_parameters())
+    before = {name: local_tensor(p).clone() for name, p in parameters.items()}
     losses, norms = [], []
     for step in range(STEPS):
         result = engine.forward_backward(micro_batches(case, engine, step), objective)
@@ -61,7 +64,16 @@ def train(case: Case, config: OptimizerConfig) -> dict[str, Any]:
         losses.append(result.losses["cross_entropy"])
         norms.append(float(norm))
     weights = {name: value.clone() for name, value in full_parameters(engine.model).items()}
-    return {"losses": losses, "norms": norms, "weights": weights}
+    unchanged = {name for name, p in parameters.items() if local_tensor(p).equal(before[name])}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": weights,
+        "names": set(parameters),
+        "unchanged": unchanged,
+        "graded": {name for name, p in parameters.items() if p.grad is not None},
+        "state": {key.partition("/")[2] for key in optimizer.state_tensors()},
+    }
 
 
 def _ranks(rank: int, world: int, case: Case, config: OptimizerConfig) -> dict[str, Any]:
@@ -119,43 +131,24 @@ FROZEN = {
 
 @pytest.mark.parametrize("name", FROZEN)
 def test_positions_alone_learn(name: str) -> None:
-    case = FROZEN[name]
-    compare(case, POSITIONS_ONLY, clips=False)
-    for found in run_ranks(case.world, _frozen, case):
-        assert found["state"] == found["learned"]
-        assert found["unchanged"] == found["rest"] and found["rest"]
+    for found in compare(FROZEN[name], POSITIONS_ONLY, clips=False):
+        rest = {name for name in found["names"] if ".position." not in f".{name}"}
+        assert rest and found["unchanged"] == rest  # bit for bit
+        assert found["state"] == found["graded"] == found["names"] - rest
 
 
-def _frozen(rank: int, world: int, case: Case) -> dict[str, set[str]]:
-    """Names: with state, with a gradient or other bits after two steps, and with the same bits."""
-    engine = build(case)
-    optimizer = ShardedOptimizer(engine.model, POSITIONS_ONLY, "torch")
-    parameters = dict(engine.model.named_parameters())
-    before = {name: local_tensor(p).clone() for name, p in parameters.items()}
-    for step in range(2):
-        engine.forward_backward(
-            micro_batches(case, engine, step), build_objective(case.objective, case.model)
-        )
-        optimizer.step(2e-3)
-    same = {name for name, p in parameters.items() if local_tensor(p).equal(before[name])}
-    learned = {name for name, p in parameters.items() if p.grad is not None}
-    return {
-        "state": {key.partition("/")[2] for key in optimizer.state_tensors()},
-        "learned": learned | (parameters.keys() - same),
-        "unchanged": same,
-        "rest": {name for name in parameters if ".position." not in f".{name}"},
-    }
-
-
-def compare(case: Case, config: OptimizerConfig, clips: bool = True) -> None:
+def compare(case: Case, config: OptimizerConfig, clips: bool = True) -> list[dict[str, Any]]:
+    """What every rank found, which is what one process finds."""
     wanted = reference(case, config)
     assert not clips or min(wanted["norms"]) > CLIP, "clipping must be active in every step"
     assert wanted["losses"][-1] != wanted["losses"][0]
     double = case.dtype == torch.float64
-    for rank, found in enumerate(run_ranks(case.world, _ranks, case, config, timeout=120)):
+    ranks = run_ranks(case.world, _ranks, case, config, timeout=120)
+    for rank, found in enumerate(ranks):
         errors = [abs(a - b) / b for a, b in zip(found["losses"], wanted["losses"], strict=True)]
         tolerance = 1e-9 if double else 1e-5
         assert max(errors) <= tolerance, f"rank {rank}: loss off by {max(errors):.2e}"
         if double:
             error, worst = gradient_error(found["weights"], wanted["weights"])
             assert error <= 1e-8, f"rank {rank}: {worst} off by {error:.2e}"
+    return ranks
