@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 from .config import ModelConfig
 from .hf_native import ATTENTION, GATED, OUTSIDE, PRE, Names, Native, unjudged
-from .hf_rotary import Tree
+from .hf_rotary import ROTATIONS, Tree, rope_parameters, rotation_from_hf
+from .positions import PartialRoPE, RoPE
 from .routers import Sigmoid, TopK
 
 
@@ -167,6 +168,7 @@ class Glm4Moe(_Experts):
     whole_heads = False
     shared = True
     default_eps = 1e-5
+    positions = (*ROTATIONS, "partial")
     wide = (".mlp.gate.weight", ".e_score_correction_bias")
     table: ClassVar[Names] = {
         **OUTSIDE,
@@ -208,12 +210,27 @@ class Glm4Moe(_Experts):
             **super().keys(config),
             "attention_bias": config.attention.qkv_bias,
             "use_qk_norm": config.attention.qk_norm,
-            "partial_rotary_factor": 1.0,
+            "partial_rotary_factor": self.rotation(config)["partial_rotary_factor"],
             "num_nextn_predict_layers": 0,
         }
 
+    def position_obstacles(self, config: ModelConfig) -> list[str]:
+        position, dim = config.position, config.attention.head_dim
+        if not isinstance(position, PartialRoPE.Config):
+            return super().position_obstacles(config)
+        rotated = int(dim * position.fraction)  # which we round down to pairs
+        if rotated >= 2 and rotated % 2 == 0:
+            return []
+        return [f"position.fraction={position.fraction} of {dim} is not an even number"]
+
     def rotation(self, config: ModelConfig) -> Tree:
-        return {**super().rotation(config), "partial_rotary_factor": 1.0}
+        position = config.position
+        if isinstance(position, PartialRoPE.Config):
+            plain, fraction = RoPE.Config(base=position.base), position.fraction
+        else:
+            plain, fraction = position, 1.0
+        rope = rope_parameters(plain, config.attention.head_dim)
+        return {**rope, "partial_rotary_factor": fraction}
 
     def feedforward_keys(self, config: ModelConfig) -> Tree:
         moe, router = config.feedforward, config.feedforward.router
@@ -239,9 +256,16 @@ class Glm4Moe(_Experts):
         }
 
     def read_position(self, hf: Mapping[str, Any]) -> tuple[Tree, list[str]]:
-        rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-        half = "partial_rotary_factor" not in {**hf, **rope}  # what the class takes by default
-        return super().read_position({"partial_rotary_factor": 0.5, **hf} if half else hf)
+        rope = {**(hf.get("rope_scaling") or {}), **(hf.get("rope_parameters") or {})}
+        fraction = {**hf, **rope}.get("partial_rotary_factor", 0.5)
+        whole = {**rope, "partial_rotary_factor": 1.0}
+        found, problems = rotation_from_hf({**hf, "rope_parameters": whole}, self.default_base)
+        if fraction == 1:
+            return {"position": found}, problems
+        if found.get("type") != "rope":
+            problems.append(f"partial_rotary_factor={fraction} with rope_type={rope['rope_type']}")
+        partial = {"type": "partial", "base": found.get("base"), "fraction": fraction}
+        return {"position": partial}, problems
 
     def read_feedforward(self, hf: Mapping[str, Any]) -> tuple[Tree, list[str]]:
         dense = [*range(min(hf.get("first_k_dense_replace", 1), hf["num_hidden_layers"]))]

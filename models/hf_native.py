@@ -68,6 +68,7 @@ JUDGED: dict[Any, set[str]] = {
     "pi": {"base", "factor"},
     "ntk": {"base", "factor"},
     "rnope": {"inner", "every"},
+    "partial": {"base", "fraction"},
     "yarn": {"base", "factor", "original_length", "beta_fast", "beta_slow"},
     "moe": {
         "experts", "hidden", "router", "balance", "shared_experts", "shared_hidden", "first_dense",

@@ -53,6 +53,7 @@ NATIVE: dict[str, dict[str, Any]] = {
         "layers": 3,
     },
     "glm4_moe": {"feedforward": SIGMOID, "attention": {"qkv_bias": True, "head_dim": 16}},
+    "glm4_moe-partial": {"feedforward": SIGMOID, "position": {"type": "partial", "fraction": 0.5}},
     "glm4_moe-groups": {
         "feedforward": {
             **SIGMOID,

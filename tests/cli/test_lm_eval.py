@@ -18,7 +18,6 @@ from models.transformer import Transformer
 from pretrain.export import export_hugging_face
 from tests.trained import LENGTH, save_run, tiny_config
 
-
 TEXTS = ["It is a truth", "universally acknowledged, that a single man", "é: two bytes"]
 TASK = """
 task: local_text

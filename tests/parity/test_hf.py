@@ -436,6 +436,8 @@ FOREIGN: dict[str, dict[str, Any]] = {
                  "mlp_only_layers": [0], "norm_topk_prob": True, "head_dim": 16},
     "Qwen3Moe-bf16": {"num_experts": 5, "moe_intermediate_size": 24, "num_experts_per_tok": 2,
                       "head_dim": 16},
+    "Glm4Moe": {"n_routed_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2,
+                "attention_bias": True, "num_mtp_layers": 0},
     "Glm4Moe-bf16": {"n_routed_experts": 6, "moe_intermediate_size": 24, "num_experts_per_tok": 3,
                      "n_shared_experts": 2, "first_k_dense_replace": 1, "use_qk_norm": True,
                      "num_mtp_layers": 0, "rope_parameters": {"rope_type": "default",

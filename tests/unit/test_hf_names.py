@@ -30,7 +30,7 @@ from pretrain.decode import decode, encode
 from pretrain.export import TARGETS
 from pretrain.trained import expected_shapes
 from tests.components import choices
-from tests.hf_cases import NATIVE, target_of
+from tests.hf_cases import DENSE_FIRST, MOE, NATIVE, SIGMOID, target_of
 from tests.trained import tiny_config
 
 
@@ -194,6 +194,80 @@ def test_a_foreign_model_is_refused_with_the_reason(changes: dict[str, Any], rea
     with pytest.raises(ValueError) as error:
         model_config_from_hf(content)
     assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "case, changes, reason",
+    [
+        ("olmo2", {"attention_bias": True}, "attention_bias=True"),
+        ("smollm3", {"no_rope_layers": [0, 1, 1, 1]}, "no_rope_layers=[0, 1, 1, 1]"),
+        ("gemma2", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma2", {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar is not head_dim=8"),
+        ("gemma2", {"layer_types": None}, "layer_types: not every layer"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation='silu'"),
+        ("mixtral", {"sliding_window": 64}, "sliding_window=64"),
+        ("qwen3_moe-plain", {"mlp_only_layers": [1]}, "layers without experts: [1]"),
+        ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts=0"),
+        ("glm4_moe", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1"),
+        (
+            "llama-pi",
+            {"rope_parameters": {"rope_type": "linear", "factor": 0.5}},
+            "linear without factor >= 1",
+        ),
+        (
+            "glm4_moe-partial",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2, "partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5 with rope_type=linear",
+        ),
+    ],
+)
+def test_what_only_the_class_computes_is_refused(
+    case: str, changes: dict[str, Any], reason: str
+) -> None:
+    content = exported(tiny_config(**NATIVE[case]), target_of(case))
+    assert model_config_from_hf(content)
+    with pytest.raises(ValueError) as error:
+        model_config_from_hf({**content, **changes})
+    assert reason in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "case, changes, reason",
+    [
+        ("olmo2", {"attention": {"qk_norm": True}}, "qk_norm_span=head (olmo2: projection)"),
+        ("gemma2", {"block": {"type": "peri", "embedding_norm": True}}, "embedding_norm=True"),
+        ("mixtral", {"feedforward": {**MOE, **DENSE_FIRST}}, "layers [0] have no experts"),
+        ("mixtral", {"feedforward": SIGMOID}, "feedforward.router: Sigmoid.Config (mixtral: topk)"),
+        (
+            "mixtral",
+            {"feedforward": {**MOE, "router": {"type": "topk", "gates": "softmax"}}},
+            "router.gates=softmax (mixtral renormalises)",
+        ),
+        ("qwen3_moe", {"feedforward": {**MOE, "shared_experts": 1}}, "shared_experts=1"),
+        ("glm4_moe", {"feedforward": {**SIGMOID, "shared_experts": 0}}, "shared_experts=0"),
+        ("glm4_moe", {"feedforward": MOE}, "feedforward.router: TopK.Config (glm4_moe: sigmoid)"),
+        (
+            "glm4_moe",
+            {"feedforward": {**SIGMOID, "shared_hidden": 10}},
+            "shared_hidden=10 (glm4_moe: together a multiple of hidden=24)",
+        ),
+        (
+            "glm4_moe",
+            {"feedforward": {**SIGMOID, "every": 2, "dense_hidden": 8}},
+            "feedforward.every=2",
+        ),
+        ("glm4_moe", {"position": {"type": "partial", "fraction": 0.45}}, "not an even number"),
+        ("glm4_moe", {"position": {"type": "partial", "bands": "fastest"}}, "position.bands"),
+    ],
+)
+def test_what_a_class_cannot_hold_is_an_obstacle(
+    case: str, changes: dict[str, Any], reason: str
+) -> None:
+    target = target_of(case)
+    assert obstacles(tiny_config(**NATIVE[case]), target) == []
+    found = obstacles(tiny_config(**{**NATIVE[case], **changes}), target)
+    assert any(reason in text for text in found), found
 
 
 @pytest.mark.parametrize(
