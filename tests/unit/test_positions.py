@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from models.attention import SequenceContext, attend
 from models.collectives import Axis, bound
+from models.config import ModelConfig
 from models.positions import (
     NTK,
     PI,
@@ -28,6 +29,7 @@ from models.positions import (
 )
 from models.rotary import HeadShape
 from models.shared import shared_modules
+from pretrain.config import KernelsConfig, RunConfig
 
 HEADS, DIM, LENGTH = 3, 16, 20
 
@@ -283,6 +285,15 @@ def test_flash_adds_no_bias() -> None:
     with pytest.raises(ValueError, match="flash adds no position bias: use flex or sdpa"):
         attend(q, q, q, context, "flash", slopes)
     assert biases_scores(RNoPE.Config(ALiBi.Config())) and not biases_scores(RoPE.Config())
+
+
+def test_a_run_with_a_bias_and_flash_is_refused() -> None:
+    for position, refused in [(ALiBi.Config(), True), (RoPE.Config(), False)]:
+        run = RunConfig(
+            model=ModelConfig(position=position), kernels=KernelsConfig(attention="flash")
+        )
+        assert (("kernels.attention", "flash has no position bias: use flex or sdpa")
+                in run.problems()) is refused  # fmt: skip
 
 
 @pytest.mark.parametrize(("mask", "documents"), MASKS)
