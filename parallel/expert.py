@@ -10,11 +10,12 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.experts import MoE
+from models.routers import ROUTERS
 
 from .apply import ParallelModel
 
 FIGURES = ("kept_mass", "k", "cap_hits", "floor_hits", "budget_gap")
-"""Means over tokens that routers may report."""
+"""Means over tokens that routers report: all of them, or the first by those without a budget."""
 
 
 @dataclass
@@ -55,6 +56,7 @@ class ExpertLayers:
                     "router_entropy": balance.entropy > 0}  # fmt: skip
             self.losses = [name for name, is_used in used.items() if is_used]
             self.experts = config.experts
+            self.budgeted = ROUTERS.component(ROUTERS.name_of(type(config.router))).takes_budget  # type: ignore[attr-defined]
 
     def begin_step(self, tokens: int) -> None:
         """``tokens`` of the global batch."""
@@ -63,7 +65,7 @@ class ExpertLayers:
             layer.begin_step(tokens)
 
     def report(self) -> ExpertReport:
-        """What the step's backward passes noted, summed over the data and pipeline ranks
+        """What the step's passes noted, summed over the data and pipeline ranks
         (collective)."""
         names = [*self.losses, "total", "tokens", *FIGURES]
         width = len(names) + self.experts
@@ -89,7 +91,7 @@ class ExpertLayers:
         return torch.cat((torch.stack([sums.get(name, zero).double() for name in names]), counts))
 
     def _figures(self, columns: dict[str, list[float]], counts: Tensor) -> dict[str, float]:
-        known = [name for name in FIGURES if any(columns[name])]
+        known = FIGURES if self.budgeted else ("kept_mass",)
         found: dict[str, list[float]] = {name: [] for name in ("active", "load_cv", *known)}
         for number, used in enumerate(counts):
             tokens = max(columns["tokens"][number], 1)

@@ -171,15 +171,28 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[MicroBatch], objective: Objective) -> StepResult:
         """Losses of these batches; no gradient, no change of state."""
-        counts = self.global_counts(objective.counts(batches))
+        counts = self._counts(batches, objective)
         terms = self._begin(batches, objective.evaluation_terms(counts))
         self.executor(len(batches)).run_forward()
-        return self._result(counts, {term.name: term.normalizer for term in terms})
+        result = self._result(counts, {term.name: term.normalizer for term in terms})
+        if self.experts.all:
+            result.experts = self.experts.report().figures
+        return result
 
     def _begin(self, batches: Sequence[MicroBatch], terms: list[Term]) -> list[Term]:
         for stage in self.stages.values():
             stage.begin(batches, terms)
         return terms
+
+    def _counts(self, batches: Sequence[MicroBatch], objective: Objective) -> dict[str, int]:
+        """What the losses of the global batch are divided by; expert layers are told."""
+        counts = objective.counts(batches)
+        if self.experts.all:
+            counts["tokens"] = sum(batch.ids.numel() for batch in batches)
+        counts = self.global_counts(counts)
+        if self.experts.all:
+            self.experts.begin_step(counts["tokens"])
+        return counts
 
     def global_counts(self, counts: dict[str, int]) -> dict[str, int]:
         """Sum over data ranks, before any backward pass."""

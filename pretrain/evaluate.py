@@ -54,4 +54,6 @@ class Evaluator:
             "eval/perplexity": math.exp(min(loss, 700.0)),
             "eval/bits_per_byte": loss / math.log(2) / self.bytes_per_token,
             "eval/sequences": self.sequences,
-        }
+            **{f"eval/experts_{name}": result.experts[name] for name in ("active", "load_cv")
+               if name in result.experts},
+        }  # fmt: skip

@@ -34,6 +34,8 @@ METRICS = {
     "eval/perplexity": "1",
     "eval/bits_per_byte": "bits/byte",
     "eval/sequences": "sequences",
+    "eval/experts_active": "experts/token",
+    "eval/experts_load_cv": "1",
     "eval/<set>/loss": "nats/token",
     "eval/<set>/perplexity": "1",
     "eval/<set>/bits_per_byte": "bits/byte",

@@ -227,14 +227,19 @@ def test_auxiliary_losses_come_with_the_gates(recompute: bool) -> None:
     assert float(module.sums["tokens"]) == 2 * TOKENS
 
 
-def test_nothing_is_noted_outside_of_training() -> None:
+def test_what_is_noted_when() -> None:
+    """Losses in backward passes of training, figures of evaluations in forward passes."""
     module, x = layer("topk", balance=BALANCE), random(1, TOKENS, DIM)
     module(x).sum().backward()  # nobody began a step
     module.begin_step(100)
-    with torch.no_grad():
-        module(x)
     module(x)  # a forward pass alone
     assert module.sums == {}
+    with torch.no_grad():
+        module(x)
+        module(x)
+    assert float(module.sums["tokens"]) == 2 * TOKENS
+    assert not module.sums["total"] and "balance" not in module.sums
+    module.begin_step(100)
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     module(x.requires_grad_()).sum().backward()  # frozen, in the middle of what is trained
