@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from data_tools.tokenizers import train_tokenizer
-from launch import convert
+from launch import convert, pretrain
 from models.transformer import Transformer
 from pretrain import export
+from tests.cli.workspace import Workspace, prepared, signals_restored
 from tests.trained import LENGTH, save_run, tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -374,3 +376,39 @@ def test_a_real_process(made: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0].startswith("out: llama model")
     assert names(tmp_path) == ["out"]
+
+
+GOES_ON = {
+    "Llama": ["model.position.type=adarope", "model.position.start.base=500000"],
+    "Qwen3": ["objective=perturbed"],
+    "Mixtral": [],
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", GOES_ON)
+def test_a_model_that_others_trained_goes_on_here(
+    kind: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """From transformers, through a run with other positions or another objective, and out again."""
+    workspace = Workspace(tmp_path, prepared(tmp_path_factory))
+    theirs = getattr(transformers, f"{kind}Config")(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )
+    transformers.AutoModelForCausalLM.from_config(theirs).save_pretrained(tmp_path / "theirs")
+    assert convert.main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "start")]) == 0
+    command = [str(workspace.recipe), str(tmp_path / "start" / "model.yaml"), "name=next"]
+    command += [f"checkpoint.init_from={tmp_path / 'start'}", "training.steps=3", *GOES_ON[kind]]
+    with signals_restored():
+        assert pretrain.main(command) == 0
+    run, out = workspace.folder.parent / "next", tmp_path / "out"
+    assert convert.main(["to-hf", str(run), str(out)]) == 0
+    wanted = "midspan" if kind == "Llama" else theirs.model_type
+    assert content(out / "config.json")["model_type"] == wanted
