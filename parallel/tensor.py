@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from models.collectives import axis
-from models.experts import ExpertLinear
+from models.grouped import ExpertLinear
 from models.linear import Linear
 
 from .mesh import Mesh

@@ -12,6 +12,7 @@ from typing import Any
 
 from models.flops import UnitSize, forward_flops, unit_sizes
 from models.transformer import module_name
+from parallel.expert import expert_layers
 from parallel.pipeline.actions import Schedule
 from parallel.pipeline.cost import CostTable, Network
 from parallel.pipeline.drawing import png_timeline
@@ -38,6 +39,10 @@ FLOPs count matrix products, 2 per multiply-add, backward as twice forward, whol
   recomputation and padding are left out
 the timeline takes time proportional to FLOPs and transfers as free, unless pipeline.costs names a
   file with times"""
+
+EXPERT_ASSUMPTIONS = """\
+experts are used equally; FLOPs and the Chinchilla multiple take the router's k as the number that a
+  token uses, memory the most that it may use"""
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,7 @@ def _work(
     tokens = training.total_steps * training.batch_tokens
     forward = forward_flops(config.model, training.sequence_length) / training.sequence_length
     forward *= config.objective.views
-    inner = sum(s.parameters for name, s in sizes.items() if name not in ("embedding", "head"))
+    inner = sum(s.active for name, s in sizes.items() if name not in ("embedding", "head"))
     flops = 3 * forward * tokens
     speed = flops_per_second
     return Work(
@@ -199,7 +204,7 @@ def plan_text(plan: Plan) -> str:
         ("work", _work_lines(plan)),
         ("pipeline", _pipeline_lines(plan)),
         *([("planners", planner_lines(plan.planners))] if plan.planners else []),
-        ("assumptions", ASSUMPTIONS.splitlines()),
+        ("assumptions", [*ASSUMPTIONS.splitlines(), *_expert_lines(plan)]),
     ]
     return "\n".join(
         "\n".join([title, *(f"  {line}".rstrip() for line in lines), ""])
@@ -246,6 +251,10 @@ def _model_lines(plan: Plan) -> list[str]:
     return lines
 
 
+def _expert_lines(plan: Plan) -> list[str]:
+    return EXPERT_ASSUMPTIONS.splitlines() if expert_layers(plan.config.model) else []
+
+
 def _layout_lines(plan: Plan) -> list[str]:
     parallel, world = plan.config.parallel, plan.world_size
     degrees = {
@@ -253,6 +262,7 @@ def _layout_lines(plan: Plan) -> list[str]:
         "pipeline (pp)": parallel.pp,
         "replicas (dp)": parallel.replicas(world),
         "sharded data (fsdp)": parallel.fsdp,
+        "experts (ep, of dp)": parallel.ep,
         "tensor (tp)": parallel.tp,
     }
     rows = [(name, str(value)) for name, value in degrees.items()]
@@ -285,7 +295,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
     return [
         *_table(rows),
-        f"bytes in {unit}; parameters are whole ones, before fsdp and tp divide them",
+        f"bytes in {unit}; parameters are whole ones, before fsdp, ep and tp divide them",
         f"largest: pipeline rank {largest.pp_rank} ({ranks}) with "
         f"{largest.peak / size:.2f} {unit} at its peak",
     ]
@@ -391,6 +401,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "pp": parallel.pp,
             "dp": parallel.replicas(plan.world_size),
             "fsdp": parallel.fsdp,
+            "ep": parallel.ep,
             "tp": parallel.tp,
             "sp": parallel.sp,
             "recompute": parallel.recompute,

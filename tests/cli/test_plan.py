@@ -94,7 +94,7 @@ def test_a_pipeline(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [recipe, "parallel.pp=4", "parallel.tp=2", "--world-size", "16"]
     found = plan(capsys, *arguments)
     assert found["layout"] == {
-        "pp": 4, "dp": 2, "fsdp": 1, "tp": 2, "sp": False, "recompute": "none",
+        "pp": 4, "dp": 2, "fsdp": 1, "ep": 1, "tp": 2, "sp": False, "recompute": "none",
     }  # fmt: skip
     assert found["work"]["micro_batches"] == 16
     placed = [unit for stage in found["pipeline"]["stages"] for unit in stage["units"]]
