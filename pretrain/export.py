@@ -3,48 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.metadata
-import itertools
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 import models
 from data_tools.tokenizers import TextTokenizer, load_tokenizer
-from models.config import ModelConfig
-from models.declarations import named_state, wide_parameters
-from models.hf_names import (
-    CUSTOM_TARGET,
-    NATIVE_TARGETS,
-    hf_config,
-    keeps_wide,
-    layout,
-    native_target,
-    obstacles,
-)
-from models.hf_stored import Stored, restored
-from models.initialize import unpadded_shape
+from models.hf_names import CUSTOM_TARGET, NATIVE_TARGETS, hf_config, native_target, obstacles
 from models.lapsum import budget_split
 from models.transformer import Transformer
 from pretrain.decode import encode
-from pretrain.trained import (
-    TrainedModel,
-    check_names,
-    expected_shapes,
-    open_trained,
-    without_learned_positions,
-    without_mtp,
-)
+from pretrain.export_weights import Shards, as_stored, plan_shards, write_json, write_shards
+from pretrain.trained import TrainedModel, open_trained, without_learned_positions, without_mtp
 from pretrain.verify_hf import Verification, compute_reference, require_transformers, verify
 from pretrain.yaml_text import nearest
 
@@ -163,135 +141,6 @@ def choose_target(trained: TrainedModel, wanted: str) -> tuple[str, list[str]]:
     return wanted, [_CUSTOM] if wanted == CUSTOM_TARGET else []
 
 
-# ---------------------------------------------------------------------------------- weights
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """One tensor to write: our name, its place in the files, unpadded shape and dtype there.
-
-    wide: whether it may be wider than what was asked for.
-    """
-
-    name: str
-    stored: Stored
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    wide: bool
-
-    @property
-    def bytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
-
-
-Shards = Sequence[Sequence[_Tensor]]
-
-
-def plan_shards(trained: TrainedModel, target: str, dtype: str, max_bytes: int) -> Shards:
-    """Distribute the tensors over files of at most ``max_bytes`` (or one tensor), in model order.
-
-    What to write follows from the configuration alone; it is an error if the checkpoint has
-    anything else.
-    """
-    expected = expected_shapes(trained.config, padded=False)
-    check_names(_unpadded(trained), expected, trained.path)
-    places = layout(expected, target, trained.config)
-    wide = wide_names(trained.config) if target == CUSTOM_TARGET else set()
-    shards: list[list[_Tensor]] = []
-    room = 0
-    for name, parts in places.items():
-        for place in parts:
-            stays = name in wide or keeps_wide(place.name, target)
-            kind = getattr(torch, trained.dtypes[name] if dtype == "stored" else dtype)
-            if stays:
-                kind = torch.promote_types(kind, torch.float32)
-            tensor = _Tensor(name, place, place.shape(expected[name]), kind, stays)
-            if not shards or tensor.bytes > room:
-                shards.append([])
-                room = max_bytes
-            shards[-1].append(tensor)
-            room -= tensor.bytes
-    return shards
-
-
-def wide_names(config: ModelConfig) -> set[str]:
-    """Names of what is never cast to a narrower dtype: wide parameters and state."""
-    with torch.device("meta"):
-        model = Transformer(config)
-    wide = wide_parameters(model)
-    names = {name for name, parameter in model.named_parameters() if parameter in wide}
-    return names | {name for name, _ in named_state(model)}
-
-
-def _unpadded(trained: TrainedModel) -> dict[str, tuple[int, ...]]:
-    """The stored shapes; a vocabulary that is padded to another multiple is no error."""
-    return {
-        name: tuple(map(min, shape, unpadded_shape(trained.config, name, shape)))
-        for name, shape in trained.shapes.items()
-    }
-
-
-class _AsStored(Mapping[str, Tensor]):
-    """The weights of ``trained`` as whoever reads the files gets them."""
-
-    def __init__(self, trained: TrainedModel, shards: Shards) -> None:
-        self.weights = trained.weights
-        self.tensors: dict[str, list[_Tensor]] = {}
-        for shard in shards:
-            for tensor in shard:
-                self.tensors.setdefault(tensor.name, []).append(tensor)
-
-    def __getitem__(self, name: str) -> Tensor:
-        whole = self.weights[name]
-        if name not in self.tensors:
-            return whole
-        tensors = self.tensors[name]
-        parts = [tensor.stored.export(whole).to(tensor.dtype) for tensor in tensors]
-        return restored([tensor.stored for tensor in tensors], parts)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.weights)
-
-    def __len__(self) -> int:
-        return len(self.weights)
-
-
-def as_stored(trained: TrainedModel, shards: Shards) -> TrainedModel:
-    """The same model, its weights rounded as in the files."""
-    return dataclasses.replace(trained, weights=_AsStored(trained, shards))
-
-
-def write_shards(trained: TrainedModel, shards: Shards, folder: Path) -> int:
-    """Write the safetensors files, one shard in memory at a time; returns the bytes of all."""
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = "model.safetensors"
-        if len(shards) > 1:
-            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        content: dict[str, Tensor] = {}
-        for name, tensors in itertools.groupby(shard, key=lambda tensor: tensor.name):
-            whole = trained.weights[name]
-            for tensor in tensors:
-                value = tensor.stored.export(whole)
-                if tuple(value.shape) != tensor.shape:
-                    value = value[: tensor.shape[0]]
-                content[tensor.stored.name] = value.to(tensor.dtype).contiguous()
-                weight_map[tensor.stored.name] = file
-            del whole, value
-        save_file(content, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(folder.stat().st_mode & 0o666)  # save_file lets the owner alone read
-    size = sum(tensor.bytes for shard in shards for tensor in shard)
-    if len(shards) > 1:
-        parameters = sum(t.bytes // t.dtype.itemsize for shard in shards for t in shard)
-        metadata = {"total_parameters": parameters, "total_size": size}
-        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-        _write_json(folder / "model.safetensors.index.json", index)
-    return size
-
-
 # ------------------------------------------------------------------------------ other files
 
 
@@ -314,7 +163,7 @@ def write_configs(
         sequence_length=trained.sequence_length,
         tree=encode(trained.config),
     )
-    _write_json(folder / "config.json", {**config, **_budget(trained), **ids, **version})
+    write_json(folder / "config.json", {**config, **_budget(trained), **ids, **version})
     # Where no token is for padding, a batch of prompts is filled with eos; only here, because
     # in config.json it would also keep eos from being trained.
     filler = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
@@ -322,7 +171,7 @@ def write_configs(
     generation = {key: value for key, value in generation.items() if value is not None}
     if not config["use_cache"]:
         generation["use_cache"] = False
-    _write_json(folder / "generation_config.json", {**generation, **version})
+    write_json(folder / "generation_config.json", {**generation, **version})
 
 
 def _budget(trained: TrainedModel) -> dict[str, list[float]]:
@@ -359,7 +208,7 @@ def _save_tokenizer(
     # Other classes add their own rules to what tokenizer.json says.
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     config["model_max_length"] = trained.sequence_length
-    _write_json(path, config)
+    write_json(path, config)
     bos = config.get("bos_token")
     bos = bos.get("content") if isinstance(bos, dict) else bos
     return {
@@ -390,11 +239,6 @@ def copy_model_code(folder: Path) -> None:
         lines = [f"    from .{name} import __doc__  # noqa\n" for name in sorted(needed)]
         text = f"{code}\n\n# For loaders that look no further than this file.\nif False:\n"
         (folder / f"{entry}.py").write_text(text + "".join(lines), encoding="utf-8")
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    path.write_text(text, encoding="utf-8")
 
 
 # ------------------------------------------------------------------------------- publishing

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from data_tools.tokenizers import train_tokenizer
 from launch import convert, pretrain
 from models.transformer import Transformer
-from pretrain import export
+from pretrain import export, export_weights
 from tests.cli.workspace import Workspace, prepared, signals_restored
 from tests.trained import LENGTH, save_run, tiny_config, tiny_model
 
@@ -288,7 +288,7 @@ def test_a_full_disk(
     def full(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(export, "save_file", full)
+    monkeypatch.setattr(export_weights, "save_file", full)
     refuse(["to-hf", made / "run", tmp_path / "out"], capsys, tmp_path, "No space left on device")
 
 

@@ -22,7 +22,8 @@ from models.config import ModelConfig
 from models.decoding import Sampling, generate
 from models.transformer import Transformer
 from parallel.checkpoint_format import open_checkpoint
-from pretrain.export import export_hugging_face, plan_shards, wide_names, write_shards
+from pretrain.export import export_hugging_face
+from pretrain.export_weights import plan_shards, wide_names, write_shards
 from pretrain.import_hf import import_hugging_face
 from pretrain.trained import open_trained
 from pretrain.verify_hf import VerificationError, compute_reference, verify
@@ -56,8 +57,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ----------------------------------------------------------------------------------- logits
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("case", NATIVE)
+SMOKE = ("llama", "llama-yarn", "qwen2", "qwen3", "gemma2-tied", "glm4_moe")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.smoke] * (case in SMOKE)) for case in NATIVE]
+)
 def test_native_targets(case: str, folders: Path) -> None:
     config = tiny_config(**NATIVE[case])
     trained = save_run(folders / case / "run", config)
