@@ -21,10 +21,15 @@ from torch.distributed.tensor import DTensor
 from .apply import ParallelModel, local_tensor
 from .tensor import is_fully_sharded
 
-_BUCKET_BYTES = 32 << 20
+BUCKET_BYTES = 32 << 20
 # Measured with gloo on a CPU: two ranks that exchange 32 MiB at once take five times as long as in
 # parts of 2 to 4 MiB (smaller ones are slower again).
 _EXCHANGE_BYTES = {"cpu": 4 << 20}
+
+
+def exchange_bytes(device_type: str) -> int:
+    """What hosts of a shared weight send each other at once."""
+    return _EXCHANGE_BYTES.get(device_type, BUCKET_BYTES)
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
@@ -76,7 +81,7 @@ def _sum_bucketed(gradients: Iterable[Tensor], group: dist.ProcessGroup) -> None
         size = gradient.numel() * gradient.element_size()
         if size > room or not buckets or buckets[-1][0].dtype != gradient.dtype:
             buckets.append([])
-            room = _BUCKET_BYTES
+            room = BUCKET_BYTES
         buckets[-1].append(gradient)
         room -= size
     flights = []
@@ -107,7 +112,7 @@ def _sum_over_hosts(model: ParallelModel, name: str, hosts: tuple[int, ...]) -> 
 def sum_over_ranks(mine: Tensor, hosts: tuple[int, ...], me: int, group: dist.ProcessGroup) -> None:
     """Replace a contiguous tensor by its sum over these ranks of a group, in rank order."""
     # In parts: a vocabulary matrix from every other host at once would be the largest thing here.
-    size = _EXCHANGE_BYTES.get(mine.device.type, _BUCKET_BYTES)
+    size = exchange_bytes(mine.device.type)
     for part in mine.view(-1).split(size // mine.element_size()):
         _exchange(part, hosts, me, group)
 

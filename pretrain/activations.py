@@ -81,7 +81,7 @@ def signature(block: nn.Module) -> tuple[Any, ...]:
     return (str(block), *((name, tuple(p.shape)) for name, p in block.named_parameters()))
 
 
-def _device(config: RunConfig) -> str:
+def device_type(config: RunConfig) -> str:
     """Kind of device: of this machine, if the run does not say."""
     if config.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,7 +91,7 @@ def _device(config: RunConfig) -> str:
 def _dense_mask(config: RunConfig) -> bool:
     """Whether documents become a [B, 1, S, S] mask: in SDPA, which ``auto`` leaves on a GPU."""
     kind = config.kernels.attention
-    return kind == "sdpa" or (kind == "auto" and _device(config) != "cuda")
+    return kind == "sdpa" or (kind == "auto" and device_type(config) != "cuda")
 
 
 def around(config: ModelConfig, names: Collection[str]) -> tuple[Placement, int]:
@@ -331,7 +331,7 @@ class StageMeter:
         model, parallel, head = self.config.model, self.config.parallel, stage.model.head
         late = Kind.HEAD_WEIGHT in driving.kinds
         assert head is not None
-        matrix, device = head.matrix(), _device(self.config)
+        matrix, device = head.matrix(), device_type(self.config)
         chunk = HeadOptions(model.vocab_size).rows_per_chunk(matrix.shape[0], device)
         rows = run.rows if run.rows <= 3 * chunk else 2 * chunk + (run.rows % chunk or chunk)
         share = parallel.tp if parallel.sp else 1

@@ -17,12 +17,12 @@ from functools import cached_property
 import torch
 
 from models.transformer import Transformer, logical_name
-from parallel.gradients import _BUCKET_BYTES
+from parallel.gradients import BUCKET_BYTES, exchange_bytes
 from parallel.pipeline.actions import HW, Kind, Schedule, W
 from parallel.pipeline.units import Placement
 from parallel.tensor import parameter_plans
 
-from .activations import StageMeter, gathered_together
+from .activations import StageMeter, device_type, gathered_together
 from .config import RunConfig
 from .observed import Driving
 from .optimizer_config import Rule, parameter_rules
@@ -255,14 +255,15 @@ class _Rank:
         fsdp = self.config.parallel.fsdp
         own = {p.name: p.owned(fsdp, 0) * self.size for p in trained}
         over_tensor = [own[p.name] for p in trained if p.partial]
+        part = exchange_bytes(device_type(self.config))
         return max(
             bucket_bytes(over_data) if data_size > 1 else 0,
             bucket_bytes(over_replicas) if data_size > self.config.parallel.ep else 0,
             bucket_bytes(over_tensor) if self.config.parallel.tp > 1 else 0,
-            # in parts, one after another: what every other host sends, and the sum
+            # in parts, one after another: what every other host sends
             max(
                 (
-                    min(own[name], _BUCKET_BYTES) * count
+                    min(own[name], part) * (count - 1)
                     for name, count in hosts.items()
                     if name in own
                 ),
@@ -278,7 +279,7 @@ def bucket_bytes(gradients: Iterable[int]) -> int:
     first = 0
     for size in gradients:
         if size > room:
-            members, room, first = 0, _BUCKET_BYTES, size
+            members, room, first = 0, BUCKET_BYTES, size
         room -= size
         members += 1
         if members == 2:

@@ -191,7 +191,7 @@ def _buckets(rank: int, world: int) -> list[list[Tensor]]:
     group = dist.group.WORLD
     assert group is not None
     for limit in (0, 1, 24, 256, 1 << 20):
-        gradients._BUCKET_BYTES = limit
+        gradients.BUCKET_BYTES = limit
         mine = tensors(rank)
         places = [t.data_ptr() for t in mine]
         gradients._sum_bucketed(iter(mine), group)
