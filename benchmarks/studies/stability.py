@@ -192,6 +192,21 @@ def checks(study: Study, finals: Finals, limit: float) -> None:
         study.check(claim, listed(values), max(values) < limit)
 
 
+def turned_note(losses: Mapping[tuple[str, float], Sequence[Sequence[float]]]) -> str:
+    """Where the judged steps end: a run that has learned may be on its way back."""
+    found = []
+    for (name, lr), curves in losses.items():
+        for seed, curve in enumerate(curves):
+            best = min(smooth(curve, LAST)[LAST - 1 :])
+            if judged(curve, LAST) > best + MARGIN:
+                found.append(f"{name}, {lr:g}, seed {seed}: from {best:.2f}")
+    return (
+        f"Runs that end more than {MARGIN} above their best {LAST} steps: "
+        + ("; ".join(found) or "none")
+        + "."
+    )
+
+
 def control_note(finals: Finals, lr: float) -> str:
     """BHyT beside the same model with its gain and without its tanh, batch for batch."""
     ours, control = finals["bhyt (1, 1)", lr], finals["rms gain 0.1", lr]
@@ -245,7 +260,7 @@ def study(options: Options) -> Study:
     }  # fmt: skip
     if not options.quick:
         checks(result, finals, limit)
-        result.notes.append(control_note(finals, HIGHER))
+        result.notes += [turned_note(losses), control_note(finals, HIGHER)]
     return result
 
 
