@@ -79,25 +79,26 @@ def _changes(default: Any, tree: Mapping[str, Any], path: str) -> Iterator[tuple
             yield where, value
 
 
-def _rows(cls: Any, path: str, base: Any, tag: str) -> Iterator[_Row]:
+def _rows(
+    cls: Any, path: str, base: Any, tag: str, inside: tuple[Choices, ...] = ()
+) -> Iterator[_Row]:
+    """``inside``: registries whose components are being described: one that nests its own kind does
+    not describe them all again."""
     for name, (field, kind) in fields_of(cls).items():
         default = getattr(base, name) if type(base) is cls else default_of(field)
         registry = field.metadata.get("registry")
         where, about = join_path(path, name), field.metadata.get("help", "")
         if dataclasses.is_dataclass(kind) and registry is None:
-            yield from _rows(kind, where, default, tag)
+            yield from _rows(kind, where, default, tag, inside)
             continue
         prefix = f"[{tag}] " if tag else ""
         allowed = expected_text(kind, field.metadata)
         meaning = prefix + (f"{about} ({allowed})" if about else allowed)
         yield _Row(where, _default_text(default, registry), meaning)
-        if registry is not None:
-            yield from _component_rows(registry, where, default)
-
-
-def _component_rows(registry: Choices, path: str, default: Any) -> Iterator[_Row]:
-    for name in registry.names():
-        yield from _rows(registry.config_class(name), path, default, name)
+        if registry is not None and registry not in inside:
+            for component in registry.names():
+                config = registry.config_class(component)
+                yield from _rows(config, where, default, component, (*inside, registry))
 
 
 def _default_text(default: Any, registry: Choices | None) -> str:

@@ -49,7 +49,9 @@ class Causal:
         z_loss: float = field(
             default=0.0, metadata={"help": "weight of log_z² of the next token; 0 = off"}
         )
-        weighting: TokenWeighting = TokenWeighting()
+        weighting: TokenWeighting = field(
+            default=TokenWeighting(), metadata={"help": "of tokens by their own probability"}
+        )
         mtp_weight: float = field(
             default=0.3, metadata={"help": "multi-token prediction: weight of the mean over depths"}
         )
