@@ -27,7 +27,7 @@ from models.attention import AttentionConfig, SequenceContext
 from models.blocks import BLOCKS
 from models.config import InitConfig, ModelConfig
 from models.declarations import initial_value
-from models.feedforward import SwiGLU
+from models.feedforward import FEEDFORWARDS
 from models.initialize import initialize_, standard_deviation
 from models.norms import NORMS, BHyT, RMSNorm
 from parallel.apply import BuildOptions, ParallelModel, build_parallel_model, update_state
@@ -43,6 +43,7 @@ DEPTHS = (16, 64, 256)
 OTHERS = (16, 64)  # of pairs without a reference
 WIDTH, HEADS, INNER, VOCABULARY = 128, 4, 352, 256
 SEQUENCES, LENGTH = 4, 64
+DTYPE = torch.float64  # some pairs shrink activations below what float32 can hold
 
 QUESTION = (
     "What do depth, the placement of norms and the kind of norm do at the start of training? "
@@ -73,10 +74,15 @@ class Scheme:
     ratio: Mapping[int, float] = field(default_factory=dict)
     square: Mapping[int, float] = field(default_factory=dict)
     cosine: float | None = None  # at depth 64
+    feedforward: str = "swiglu"
 
     @property
     def key(self) -> str:
-        return f"{self.block} {self.norm} {self.gain}"
+        return f"{self.place} {self.norm} {self.gain}"
+
+    @property
+    def place(self) -> str:
+        return self.block + ("" if self.feedforward == "swiglu" else f" {self.feedforward}")
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -115,7 +121,7 @@ def model_config(scheme: Scheme, layers: int) -> ModelConfig:
         hidden=WIDTH,
         layers=layers,
         attention=AttentionConfig(HEADS, HEADS, WIDTH // HEADS),
-        feedforward=SwiGLU.Config(INNER),
+        feedforward=FEEDFORWARDS.config_class(scheme.feedforward)(INNER),
         block=BLOCKS.config_class(scheme.block)(),
         norm=norm,
         init=InitConfig(
@@ -126,7 +132,7 @@ def model_config(scheme: Scheme, layers: int) -> ModelConfig:
 
 def schemes() -> list[Scheme]:
     """The ones with references, and every other legal pair, bare and as the placement asks."""
-    found = list(REFERENCES)
+    found = [*REFERENCES, *(Scheme(b, "rms", "1", feedforward="gelu") for b in ("span", "post"))]
     known = {scheme.key for scheme in found}
     for block in BLOCKS.names():
         for norm in dict.fromkeys([*NORMS.names(), *VARIANTS]):
@@ -184,7 +190,9 @@ def measure(job: Job) -> Point:
     parallel = ParallelConfig()
     mesh = build_mesh(parallel, torch.device("cpu"))
     config = model_config(job.scheme, job.layers)
-    model = build_parallel_model(config, parallel, mesh, BuildOptions(initialize=False))
+    model = build_parallel_model(
+        config, parallel, mesh, BuildOptions(dtype=DTYPE, initialize=False)
+    )
     initialize(model, job.seed)
     part = model.part.requires_grad_(False)  # only the stream's gradient is wanted
     assert part.head is not None
@@ -207,7 +215,8 @@ def measure(job: Job) -> Point:
     gradients = torch.autograd.grad(loss, [ends["first"], ends["last"]])
     at_first, at_last = (gradient.double().norm().item() for gradient in gradients)
     x = ends["last"].detach().double()
-    together = F.normalize(x, dim=-1).sum(1).square().sum(-1)  # LENGTH + the sum over pairs
+    unit = x / x.norm(dim=-1, keepdim=True)
+    together = unit.sum(1).square().sum(-1)  # LENGTH + the sum over pairs
     cosine = ((together - LENGTH) / (LENGTH * (LENGTH - 1))).mean().item()
     return Point(x.square().mean().item(), at_first / at_last, cosine)
 
@@ -215,18 +224,23 @@ def measure(job: Job) -> Point:
 # ---------------------------------------------------------------------- table and checks
 
 
+def logarithmic_mean(values: Sequence[float]) -> float:
+    """Geometric; 0 when one of them is."""
+    return statistics.geometric_mean(values) if min(values) > 0 else 0.0
+
+
 def mean_points(points: Sequence[Point]) -> Point:
     """Over seeds; geometric of what spreads over orders of magnitude."""
     return Point(
-        statistics.geometric_mean(point.square for point in points),
-        statistics.geometric_mean(point.ratio for point in points),
+        logarithmic_mean([point.square for point in points]),
+        logarithmic_mean([point.ratio for point in points]),
         statistics.fmean(point.cosine for point in points),
     )
 
 
 def short(value: float) -> str:
-    """Three digits, two of what is very large."""
-    if 1e-3 < value < 1000:
+    """Three digits, two of what is very large or small."""
+    if value == 0 or 1e-3 < value < 1000:
         return f"{value:.3g}"
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa}e{int(exponent)}"
@@ -242,7 +256,7 @@ Points = Mapping[tuple[str, int], Point]  # by scheme and depth
 def rows(found: Sequence[Scheme], points: Points, depths: Sequence[int]) -> list[list[str]]:
     lines = []
     for scheme in found:
-        line = [scheme.block, scheme.norm, scheme.gain]
+        line = [scheme.place, scheme.norm, scheme.gain]
         here = {depth: points.get((scheme.key, depth)) for depth in depths}
         for name in ("ratio", "square"):
             reference = getattr(scheme, name)
@@ -275,6 +289,9 @@ def checks(study: Study, points: Points) -> None:
     for block in ("span", "post"):
         ratio = points[f"{block} rms 1", 64].ratio
         study.check(f"{block}, gain 1: above 1,000 at 64 blocks", short(ratio), ratio > 1e3)
+    found = [points[f"{block} gelu rms 1", 64].ratio for block in ("span", "post")]
+    claim = "with GELU for SwiGLU neither span nor post explodes: below 10 at 64 blocks, gain 1"
+    study.check(claim, listed(found), max(found) < 10)
     found = ratios("keel rms 1") + ratios("deepnorm rms own")
     within = all(0.98 <= r <= 1.0 for r in found)
     study.check("keel and deepnorm: 0.98 to 1.00 at every depth", listed(found), within)
@@ -303,6 +320,18 @@ def checks(study: Study, points: Points) -> None:
         f"{len(points)} figures",
         all(math.isfinite(p.ratio) and math.isfinite(p.square) for p in points.values()),
     )
+
+
+def extreme(found: Sequence[Scheme], points: Points) -> str:
+    """Which pairs start with gradients far out, at gain 1 or as they ask."""
+    groups: dict[str, list[str]] = {"explode": [], "vanish": []}
+    for scheme in found:
+        ratio = points[scheme.key, 64].ratio if (scheme.key, 64) in points else 1.0
+        if not 1e-3 <= ratio <= 1e3:
+            name = f"{scheme.block} {scheme.norm} at gain {scheme.gain}"
+            groups["explode" if ratio > 1 else "vanish"].append(f"{name} {short(ratio)}")
+    text = "; ".join(f"{word}: {', '.join(names)}" for word, names in groups.items())
+    return f"Gradients at 64 blocks beyond 1,000 times either way. {text}."
 
 
 QUICK_DEPTHS = (2, 4)
@@ -342,6 +371,7 @@ def study(options: Options) -> Study:
     }
     if not options.quick:
         checks(result, points)
+        result.notes.append(extreme(found, points))
     return result
 
 
@@ -389,11 +419,14 @@ def _grid(axis: Any, values: Mapping[str, Mapping[int, Point]], gain: str) -> No
     shown = [[math.nan] * len(norms) for _ in blocks]
     for i, block in enumerate(blocks):
         for j, norm in enumerate(norms):
-            points = values.get(f"{block} {norm} {gain}") or values.get(f"{block} {norm} 1", {})
-            if not points or (gain == "1" and f"{block} {norm} 1" not in values):
-                continue
-            shown[i][j] = math.log10(points[min(64, max(points))].ratio)
-            axis.text(j, i, f"{shown[i][j]:.2f}", ha="center", va="center", fontsize=8)
+            points = values.get(f"{block} {norm} {gain}")
+            if points is None and gain == "own":
+                points = values.get(f"{block} {norm} 1")
+            if points is not None:
+                ratio = points[min(64, max(points))].ratio
+                level = math.log10(ratio) if ratio > 0 else -math.inf
+                shown[i][j] = max(level, -1e3)
+                axis.text(j, i, f"{level:.2f}", ha="center", va="center", fontsize=8)
     axis.imshow(shown, cmap="coolwarm", vmin=-8, vmax=8, aspect="auto")
     axis.set_xticks(range(len(norms)), norms)
     axis.set_yticks(range(len(blocks)), blocks)
