@@ -80,6 +80,8 @@ MODELS = {
     "documents": {"objective": Causal.Config(documents="mask", label_smoothing=0.1)},
 }
 DTYPES = {"f64": torch.float64, "f32": torch.float32}
+# In float64 a mistake stands out by ten digits; float32 is repeated for these in test-all alone.
+LATER = {"tied-f32", "documents-f32"}
 SMOKE = {"dp2", "fsdp2", "tp2-sp", "pp2-1f1b-m6"}
 
 
@@ -92,8 +94,13 @@ def variants(case: Case) -> dict[str, Case]:
 
 
 def _parameters() -> list[Any]:
+    def mark(name: str, variant: str) -> list[pytest.MarkDecorator]:
+        if variant in LATER:
+            return [pytest.mark.slow]
+        return [pytest.mark.smoke] if name in SMOKE else []
+
     return [
-        pytest.param(name, variant, marks=[pytest.mark.smoke] if name in SMOKE else [])
+        pytest.param(name, variant, marks=mark(name, variant))
         for name, case in LAYOUTS.items()
         for variant in variants(case)
     ]
@@ -102,6 +109,7 @@ def _parameters() -> list[Any]:
 @pytest.mark.parametrize(("name", "variant"), _parameters())
 def test_layout_changes_nothing(name: str, variant: str) -> None:
     cases = variants(LAYOUTS[name])
-    run_together([case.reference() for case in variants(Case()).values()])
-    run_together(list(cases.values()))
+    together = [other for other in cases if (other in LATER) == (variant in LATER)]
+    run_together([variants(Case())[other].reference() for other in together])
+    run_together([cases[other] for other in together])
     assert_parity(cases[variant])
