@@ -308,7 +308,7 @@ def checks(study: Study, points: Points) -> None:
         for depth, reference in scheme.ratio.items():
             where = f"{scheme.block} {scheme.norm}, gain {scheme.gain}, {depth} blocks"
             ratio = points[scheme.key, depth].ratio
-            if reference < 2:
+            if reference < 1.5:
                 study.check(f"{where}: ratio 0.8 to 1.5", short(ratio), 0.8 <= ratio <= 1.5)
             elif reference > 10:
                 off = abs(math.log10(ratio) / math.log10(reference) - 1)
@@ -403,7 +403,8 @@ def draw(result: Mapping[str, Any]) -> "Figure":
                 color=COLOURS[scheme.block], linestyle=STYLES[scheme.gain],
                 marker=MARKERS[scheme.norm], markersize=4, label=scheme.key,
             )  # fmt: skip
-        axis.set_xticks(DEPTHS, map(str, DEPTHS), minor=False)
+        axis.set_xticks(DEPTHS, map(str, DEPTHS))
+        axis.tick_params(axis="x", which="minor", labelbottom=False)
         axis.set_xlabel("blocks")
         axis.grid(alpha=0.3)
     axes[0][0].set_title("gradient norm behind the first block / behind the last")
