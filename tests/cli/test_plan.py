@@ -314,6 +314,7 @@ def test_seventy_billion_on_512_ranks_is_planned_in_seconds(tmp_path: Path) -> N
     assert "time in seconds of one rank; interleaved" in out
 
 
+@pytest.mark.slow
 def test_sixty_four_ranks_are_compared_in_seconds(tmp_path: Path) -> None:
     (tmp_path / "large.yaml").write_text(LARGE)
     overrides = ["parallel.pp=64", "model.mtp.depth=1", "training.batch_tokens=4194304"]
