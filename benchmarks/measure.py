@@ -264,10 +264,14 @@ def write(report: Report, options: Options) -> Path:
         "machine": machine(),
         "versions": versions(),
     }
-    options.results.mkdir(parents=True, exist_ok=True)
-    path = options.results / f"{report.name}.json"
+    return write_whole(options.results / f"{report.name}.json", content)
+
+
+def write_whole(path: Path, content: Mapping[str, Any]) -> Path:
+    """A JSON file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
+    partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     partial.replace(path)
     return path
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .attention import AttentionConfig
-from .blocks import BLOCKS, PreNormBlock, block_class
+from .blocks import BLOCKS, MixNormBlock, PreNormBlock, block_class
 from .experts import MoE as MoE  # registers itself
 from .feedforward import FEEDFORWARDS, SwiGLU
 from .mtp import MTPConfig
-from .norms import NORMS, BHyT, BHyTExact, LayerNorm, RMSNorm, norm_class
+from .norms import NORMS, BHyT, BHyTExact, DyT, LayerNorm, RMSNorm, norm_class
 from .positions import POSITIONS, RoPE
 
 
@@ -144,6 +144,13 @@ class ModelConfig:
             found.append(
                 f"note: model.norm.sequence_length = {norm.sequence_length} enters bhyt's "
                 f"estimate, and sequences have {sequence_length} tokens"
+            )
+        block = self.block
+        on_sums = not block_class(block).final_norm or isinstance(block, MixNormBlock.Config)
+        if isinstance(norm, DyT.Config) and on_sums and self.layers >= 16:
+            found.append(
+                f"note: {NORMS.name_of(type(norm))} squashes the residual stream itself with block="
+                f"{BLOCKS.name_of(type(block))}: gradients vanish with depth from the start"
             )
         return found
 

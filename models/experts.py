@@ -285,7 +285,7 @@ class MoE(nn.Module):
     def begin_step(self, tokens: int | None) -> None:
         """Forget the step before."""
         self.tokens, self.sums = tokens, {}
-        self.router._counts = None
+        self.router.forget()
 
     def losses(self, routing: Routing, sequences: int) -> dict[str, tuple[Tensor | float, Tensor]]:
         """Weight and sum over the tokens of every auxiliary loss, by name."""
@@ -313,7 +313,7 @@ class MoE(nn.Module):
         """The gates, with the auxiliary losses hung on."""
         gates = routing.gates
         if self.tokens is not None and not torch.is_grad_enabled():  # an evaluation has no losses
-            self._note(routing, {}, gates.new_zeros(()))
+            self._note(routing, {}, None)
         if self.tokens is None or not gates.requires_grad:
             return gates
         losses = self.losses(routing, sequences)
@@ -323,11 +323,17 @@ class MoE(nn.Module):
         out: Tensor = _Attach.apply(gates, total, 1 / axis("tp").size, note)
         return out
 
-    def _note(self, routing: Routing, losses: dict[str, Any], total: Tensor) -> None:
-        tokens = routing.map.shape[0]
+    def _note(self, routing: Routing, losses: dict[str, Any], total: Tensor | None) -> None:
+        """Add up a micro-batch: with the ``total`` of its losses in training, where routers count
+        as well; None in an evaluation."""
+        tokens, used = routing.map.shape[0], routing.map.sum(0)
+        if total is None:
+            total = routing.gates.new_zeros(())
+        elif self.router.weight.requires_grad:
+            self.router.count(used, tokens)
         found = {name: value.detach() for name, (_, value) in losses.items()}
         found |= {name: tokens * value for name, value in routing.figures.items()}
-        found |= {"total": total, "counts": routing.map.sum(0), "tokens": total.new_tensor(tokens)}
+        found |= {"total": total, "counts": used, "tokens": total.new_tensor(tokens)}
         for name, value in found.items():
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 

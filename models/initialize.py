@@ -118,6 +118,14 @@ def standard_deviation(config: ModelConfig, name: str, shape: Sequence[int]) -> 
     return std / divisor
 
 
+def copy_block(out: Tensor, whole: Tensor, offsets: Sequence[int]) -> None:
+    """Fill ``out`` with the block of ``whole`` at ``offsets``; what lies beyond is padding, 0."""
+    spans = tuple(slice(a, a + n) for a, n in zip(offsets, out.shape, strict=True))
+    block = whole[spans]
+    out.zero_()
+    out[tuple(slice(0, n) for n in block.shape)] = block.to(out)
+
+
 def initialize_(
     out: Tensor, config: ModelConfig, seed: int, name: str,
     offsets: Sequence[int], shape: Sequence[int], declared: float | Tensor | None = None,
@@ -127,11 +135,7 @@ def initialize_(
     ``declared``: a constant, or the whole logical tensor, where its module wants that."""
     with torch.no_grad():
         if isinstance(declared, Tensor):
-            ends = [a + n for a, n in zip(offsets, out.shape, strict=True)]
-            inside = tuple(slice(a, b) for a, b in zip(offsets, ends, strict=True))
-            block = declared[inside]  # shorter than ``out`` where that is padding
-            out.zero_()
-            out[tuple(slice(0, n) for n in block.shape)] = block.to(out)
+            copy_block(out, declared, offsets)
         elif declared is not None:
             out.fill_(declared)
         elif name.endswith(".bias"):

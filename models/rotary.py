@@ -147,11 +147,7 @@ class FixedTable(Position):
         key = (self.config, self.shape.head_dim, dtype)
         if key not in context.cache:
             inverse = self.config.frequencies(self.shape.head_dim, dtype, q.device)
-            angle = context.positions.to(dtype).unsqueeze(-1) * inverse
-            if angle.dim() == 2:
-                angle = angle.unsqueeze(0)
-            angle = angle.unsqueeze(2)
-            magnitude = self.config.magnitude()
-            context.cache[key] = (angle.cos() * magnitude, angle.sin() * magnitude)
+            tables = _tables(context.positions, inverse[None], self.config.magnitude())
+            context.cache[key] = tuple(table.squeeze(3) for table in tables)
         cos, sin = context.cache[key]
         return rotate_half_split(q, cos, sin), rotate_half_split(k, cos, sin)

@@ -38,23 +38,6 @@ class Routing:
     figures: dict[str, Tensor]
 
 
-class _Tally(torch.autograd.Function):
-    """The identity on gates; its backward pass counts the map.  A forward pass may be repeated
-    (recomputation) or thrown away (evaluation), a backward pass happens once."""
-
-    @staticmethod
-    def forward(ctx: Any, gates: Tensor, map: Tensor, router: Any) -> Tensor:
-        ctx.save_for_backward(map)
-        ctx.router = router
-        return gates.view_as(gates)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (map,) = ctx.saved_tensors
-        ctx.router.count(map)
-        return grad, None, None
-
-
 class Router(nn.Module):
     """Base of all routers: ``Router(config, dim, experts)``.
 
@@ -109,8 +92,6 @@ class Router(nn.Module):
         gates = self.weigh(logits, values, map)
         with torch.no_grad():
             figures = self.figures(gates, values, map, k)
-        if self.training and gates.requires_grad:
-            gates = _Tally.apply(gates, map, self)
         return Routing(map, gates, logits, self.probabilities(logits, values), figures)
 
     def values(self, logits: Tensor, k: Tensor | None) -> Tensor:
@@ -131,9 +112,14 @@ class Router(nn.Module):
         """kept_mass: sum of a token's gates."""
         return {"kept_mass": gates.sum(-1).mean()}
 
-    def count(self, map: Tensor) -> None:
-        """Add a micro-batch's map to the counts of this step: [E], then the number of tokens."""
-        counts = torch.cat((map.sum(0), map.new_tensor([map.shape[0]], dtype=torch.int64)))
+    def forget(self) -> None:
+        """Begin a step: nothing was counted."""
+        self._counts = None
+
+    def count(self, used: Tensor, tokens: int) -> None:
+        """Add a micro-batch: used int64 [E], its tokens that used each expert.  To be called once,
+        in the backward pass: a forward pass may be repeated (recomputation)."""
+        counts = torch.cat((used, used.new_tensor([tokens])))
         self._counts = counts if self._counts is None else self._counts + counts
 
     def update_state(self, step: int) -> None:

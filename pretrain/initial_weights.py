@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from models.config import ModelConfig
+from models.initialize import copy_block
 from parallel.apply import ParallelModel, local_tensor, shard_offsets, update_state
 from parallel.checkpoint import load_checkpoint
 from parallel.checkpoint_format import Manifest, read_manifest
@@ -107,11 +108,7 @@ def copy_shards(trained: TrainedModel, model: ParallelModel, new: Collection[str
     for name, parameter in model.named_parameters():
         if name in new:
             continue
-        whole, local = trained.weights[name], local_tensor(parameter)
         offsets = shard_offsets(model, name, parameter)
-        spans = tuple(slice(a, a + n) for a, n in zip(offsets, local.shape, strict=True))
-        block = whole[spans]  # shorter than the local block where that is padding
-        local.zero_()
-        local[tuple(slice(0, n) for n in block.shape)] = block.to(local)
+        copy_block(local_tensor(parameter), trained.weights[name], offsets)
     for name, buffer in model.named_state():
         buffer.copy_(trained.weights[name])

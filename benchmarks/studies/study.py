@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.measure import ROOT, cores, machine, table, versions
+from benchmarks.measure import ROOT, cores, machine, table, versions, write_whole
 from benchmarks.run import BEGIN, END
 
 if TYPE_CHECKING:
@@ -120,12 +120,7 @@ def write(study: Study, options: Options) -> Path:
         "machine": machine(),
         "versions": versions(),
     }
-    options.results.mkdir(parents=True, exist_ok=True)
-    path = options.results / f"{study.name}.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(path)
-    return path
+    return write_whole(options.results / f"{study.name}.json", content)
 
 
 def render(result: Mapping[str, Any]) -> str:

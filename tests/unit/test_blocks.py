@@ -561,6 +561,9 @@ def test_what_may_not_be_meant() -> None:
         assert "lambda / kappa = 0.1 of model.norm is not below 1 / sqrt(layers) = 0.1" in note
     (note,) = chosen(CONFIG, norm="bhyt").notes(512)
     assert "sequence_length = 1024" in note and "sequences have 512 tokens" in note
+    (note,) = replace(chosen(CONFIG, norm="derf", block="span"), layers=16).notes(512)
+    assert "derf squashes the residual stream itself with block=span" in note
+    assert replace(chosen(CONFIG, norm="derf"), layers=16).notes(512) == []
     assert CONFIG.notes(512) == chosen(CONFIG, norm="bhyt_exact").notes(512) == []
 
 

@@ -246,6 +246,36 @@ def test_what_is_noted_when() -> None:
     assert "total" in module.sums
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_routers_count_once_per_backward_pass(recompute: bool) -> None:
+    """With and without recomputation; not in evaluation, without a backward pass, or frozen."""
+    module = layer("topk", balance=BalanceConfig(kind="global"))
+    activity = module.router.get_buffer("activity")
+    before = activity.clone()
+
+    def run(seed: int) -> Tensor:
+        x = random(1, TOKENS, DIM, seed=seed).requires_grad_()
+        out = checkpoint(module, x, use_reentrant=False) if recompute else module(x)
+        assert isinstance(out, Tensor)
+        return out.sum()
+
+    module.begin_step(TOKENS)
+    run(1)
+    with torch.no_grad():
+        run(1)
+    module.router.weight.requires_grad_(False)
+    run(1).backward()
+    module.router.update_state(1)
+    assert torch.equal(activity, before)
+    module.router.weight.requires_grad_(True)
+    module.begin_step(2 * TOKENS)
+    for seed in (1, 2):
+        run(seed).backward()
+    module.router.update_state(1)
+    maps = [module.router(random(TOKENS, DIM, seed=seed)).map for seed in (1, 2)]
+    torch.testing.assert_close(activity, torch.cat(maps).to(activity.dtype).mean(0))
+
+
 def test_the_weight_of_relu_routing_is_what_it_adapts() -> None:
     module = layer("relu")
     routing = module.router(random(TOKENS, DIM))
