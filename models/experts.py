@@ -313,23 +313,21 @@ class MoE(nn.Module):
         """The gates, with the auxiliary losses hung on."""
         gates = routing.gates
         if self.tokens is not None and not torch.is_grad_enabled():  # an evaluation has no losses
-            self._note(routing, {}, None)
+            self._note(routing, {}, gates.new_zeros(()), False)
         if self.tokens is None or not gates.requires_grad:
             return gates
         losses = self.losses(routing, sequences)
         parts = [weight * value for weight, value in losses.values()]
         total = torch.stack(parts).sum() / self.tokens if parts else gates.new_zeros(())
-        note = partial(self._note, routing, losses, total.detach())
+        learns = self.router.weight.requires_grad
+        note = partial(self._note, routing, losses, total.detach(), learns)
         out: Tensor = _Attach.apply(gates, total, 1 / axis("tp").size, note)
         return out
 
-    def _note(self, routing: Routing, losses: dict[str, Any], total: Tensor | None) -> None:
-        """Add up a micro-batch: with the ``total`` of its losses in training, where routers count
-        as well; None in an evaluation."""
+    def _note(self, routing: Routing, losses: dict[str, Any], total: Tensor, learns: bool) -> None:
+        """Add up a micro-batch with the ``total`` of its losses.  ``learns``: so does the router."""
         tokens, used = routing.map.shape[0], routing.map.sum(0)
-        if total is None:
-            total = routing.gates.new_zeros(())
-        elif self.router.weight.requires_grad:
+        if learns:
             self.router.count(used, tokens)
         found = {name: value.detach() for name, (_, value) in losses.items()}
         found |= {name: tokens * value for name, value in routing.figures.items()}
