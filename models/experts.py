@@ -325,7 +325,7 @@ class MoE(nn.Module):
         return out
 
     def _note(self, routing: Routing, losses: dict[str, Any], total: Tensor, learns: bool) -> None:
-        """Add up a micro-batch with the ``total`` of its losses.  ``learns``: so does the router."""
+        """Add up a micro-batch; ``total``: of its losses, ``learns``: whether the router does."""
         tokens, used = routing.map.shape[0], routing.map.sum(0)
         if learns:
             self.router.count(used, tokens)

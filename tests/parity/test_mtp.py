@@ -213,6 +213,7 @@ def _bits(tensors: dict[str, Tensor]) -> str:
     return str(total)
 
 
+@pytest.mark.slow
 def test_a_hundred_runs_at_random_speed_give_the_same_bits() -> None:
     for bits in run_ranks(3, _slow_runs, STAR, 100, timeout=240):
         assert len(bits) == 100 and len(set(bits)) == 1

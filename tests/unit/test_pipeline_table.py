@@ -101,7 +101,11 @@ def test_two_rows(number: int) -> None:
     check_row(ROWS[number])
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row[:3]))
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.slow] * (row[1] == "16")) for row in ROWS],
+    ids=lambda row: "-".join(row[:3]),
+)
 def test_the_whole_table(row: list[str]) -> None:
     check_row(row)
 
