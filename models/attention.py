@@ -15,6 +15,30 @@ from .linear import Linear
 from .positions import POSITIONS, HeadShape
 
 MaskKind = Literal["causal", "bidirectional"]
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which slots of a sequence see which, where neither of the plain kinds says it: slot i sees
+    slot j if ``rank[j] <= limit[i]`` or ``group[i] == group[j]``.  All int64 [B, S].
+
+    A causal mask is rank = limit = 0, 1, 2, …; a bidirectional one has them all equal.
+    """
+
+    rank: Tensor
+    limit: Tensor
+    group: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Visibility:
+        return Visibility(change(self.rank), change(self.limit), change(self.group))
+
+    def dense(self, queries: slice = slice(None)) -> Tensor:
+        """Boolean [B, 1, queries, S], True = may attend."""
+        limit, group = self.limit[:, queries, None], self.group[:, queries, None]
+        return ((self.rank[:, None] <= limit) | (self.group[:, None] == group))[:, None]
+
+
+Mask = MaskKind | Visibility
 AttentionBackend = Literal["auto", "sdpa", "flex", "flash"]
 
 
@@ -30,14 +54,16 @@ class SequenceContext:
 
     positions: int64 [S] or [B, S].  documents: int64 [B, S], or None when every token of a
     sequence may see the others; tokens attend only within equal document numbers.  keys: the
-    number of keys when a decoding ``store`` holds earlier ones.  ``cache`` keeps tables and masks
-    for the duration of one forward pass.
+    number of keys when a decoding ``store`` holds earlier ones.  noise: how much noise is in each
+    token of a diffusion model that is told so, σ = −log α in at least fp32, [B, S]; None for none.
+    ``cache`` keeps tables and masks for the duration of one forward pass.
     """
 
     positions: Tensor
-    mask: MaskKind = "causal"
+    mask: Mask = "causal"
     documents: Tensor | None = None
     store: KeyValueStore | None = None
+    noise: Tensor | None = None
     cache: dict[Any, Any] = field(default_factory=dict)
 
     def dense_mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
@@ -56,6 +82,10 @@ class SequenceContext:
         return counts
 
     def _count_visible(self, queries: int, device: torch.device) -> Tensor:
+        if isinstance(self.mask, Visibility):
+            mask = self.dense_mask(queries, queries, device)
+            assert mask is not None
+            return mask.sum(-1)[:, 0]
         slot = torch.arange(queries, device=device)
         causal = self.mask == "causal"
         if self.documents is None:
@@ -73,9 +103,8 @@ class SequenceContext:
         """−slope · |i − j| where attention is allowed and −inf elsewhere, [·, H, queries, keys]."""
         name = ("bias", queries, keys, dtype)
         if name not in self.cache:
-            row = torch.arange(queries, device=device)[:, None] + self.first_query(queries, keys)
-            distance = (row - torch.arange(keys, device=device)).abs()
-            bias = (-slopes[:, None, None] * distance).to(dtype)[None]
+            distance = self._distances(queries, keys, device)
+            bias = (-slopes[:, None, None] * distance).to(dtype)
             mask = self.dense_mask(queries, keys, device)
             if mask is not None and mask.dtype == torch.bool:
                 bias = bias.masked_fill(~mask, -torch.inf)
@@ -83,12 +112,16 @@ class SequenceContext:
         bias = self.cache[name]
         return bias
 
-    def first_query(self, queries: int, keys: int) -> int:
-        """The slot of the first query among the keys."""
-        return keys - queries
+    def _distances(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """|i − j| between the positions of queries and keys, [B or 1, 1, queries, keys]."""
+        positions = self.positions if self.positions.dim() == 2 else self.positions[None]
+        assert queries == keys == positions.shape[1]
+        return (positions[:, :, None] - positions[:, None, :]).abs()[:, None]
 
     def _build_dense(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
         mask = None
+        if isinstance(self.mask, Visibility):
+            mask = self.mask.dense(slice(keys - queries, keys))
         if self.mask == "causal":
             row = torch.arange(keys - queries, keys, device=device)
             mask = (row[:, None] >= torch.arange(keys, device=device)[None, :])[None, None]
@@ -207,8 +240,8 @@ def attend(
     """softmax(q kᵀ / √d + mask − slope · |i − j|) v for q [B, H, S, d], k and v [B, K, T, d] and
     slopes [H] or None; result like q."""
     if backend == "auto":
-        documents_on_gpu = context.documents is not None and q.is_cuda
-        backend = "flex" if documents_on_gpu and context.store is None else "sdpa"
+        plain = context.documents is None and not isinstance(context.mask, Visibility)
+        backend = "flex" if q.is_cuda and not plain and context.store is None else "sdpa"
     if backend == "flex":
         return _attend_flex(q, k, v, context, slopes)
     if backend == "flash":
@@ -230,15 +263,20 @@ def _attend_flex(
     """FlexAttention with a block mask.  It has no CPU backward; not yet run on a GPU."""
     flex = importlib.import_module("torch.nn.attention.flex_attention")
     if "flex" not in context.cache:
-        documents, causal = context.documents, context.mask == "causal"
+        documents, mask = context.documents, context.mask
 
         def visible(b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
-            seen = row >= column if causal else row >= 0
+            if isinstance(mask, Visibility):
+                seen = mask.rank[b, column] <= mask.limit[b, row]
+                seen = seen | (mask.group[b, column] == mask.group[b, row])
+            else:
+                seen = row >= column if mask == "causal" else row >= 0
             if documents is not None:
                 seen = seen & (documents[b, row] == documents[b, column])
             return seen
 
-        batch = None if documents is None else q.shape[0]
+        same = documents is None and not isinstance(mask, Visibility)
+        batch = None if same else q.shape[0]
         context.cache["flex"] = flex.create_block_mask(
             visible, batch, None, q.shape[2], k.shape[2], device=q.device
         )
@@ -247,17 +285,21 @@ def _attend_flex(
         q,
         k,
         v,
-        score_mod=None if slopes is None else _falling_with_distance(slopes.to(q.device)),
+        score_mod=None if slopes is None else _falling_with_distance(slopes, context, q.device),
         block_mask=context.cache["flex"],
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out
 
 
-def _falling_with_distance(slopes: Tensor) -> Callable[..., Tensor]:
-    slopes = slopes.float()
+def _falling_with_distance(
+    slopes: Tensor, context: SequenceContext, device: torch.device
+) -> Callable[..., Tensor]:
+    slopes, positions = slopes.to(device).float(), context.positions
 
     def biased(score: Tensor, b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        if positions.dim() == 2:
+            row, column = positions[b, row], positions[b, column]
         return score - slopes[h] * (row - column).abs()
 
     return biased
@@ -277,6 +319,8 @@ def _attend_flash(
     q: Tensor, k: Tensor, v: Tensor, context: SequenceContext, slopes: Tensor | None
 ) -> Tensor:
     """flash-attn 2.  Not yet run on a GPU; documents need the flex or sdpa backend."""
+    if isinstance(context.mask, Visibility):
+        raise ValueError("kernels.attention=flash knows causal and full masks: use flex or sdpa")
     if context.documents is not None:
         raise ValueError("kernels.attention=flash has no document mask: use flex or sdpa")
     if slopes is not None:

@@ -47,10 +47,10 @@ class InitConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer.  ``vocab_size`` is the tokenizer's true size; storage is padded
-    to ``vocab_multiple`` and the padding takes part in no softmax."""
+    """A decoder-only transformer.  ``vocab_size`` is the tokenizer's true size, and one more with a
+    mask token; storage is padded to ``vocab_multiple`` and the padding takes part in no softmax."""
 
-    vocab_size: int = field(default=256, metadata={"help": "true vocabulary size"})
+    vocab_size: int = field(default=256, metadata={"help": "ids, the mask token included"})
     hidden: int = field(default=128, metadata={"help": "width of the residual stream"})
     layers: int = field(default=2, metadata={"help": "number of blocks"})
     attention: AttentionConfig = AttentionConfig()
@@ -71,6 +71,10 @@ class ModelConfig:
     tie_embeddings: bool = field(
         default=False, metadata={"help": "the output head reads the embedding's weight"}
     )
+    mask_token: bool = field(
+        default=False,
+        metadata={"help": "the last id is a mask token: an input that is never predicted"},
+    )
     vocab_multiple: int = field(
         default=128, metadata={"help": "pad the stored vocabulary to this multiple"}
     )
@@ -89,6 +93,16 @@ class ModelConfig:
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
+    def predicted_vocab_size(self) -> int:
+        """Ids that take part in a softmax, the first ones."""
+        return self.vocab_size - self.mask_token
+
+    @property
+    def mask_id(self) -> int:
+        assert self.mask_token
+        return self.vocab_size - 1
+
+    @property
     def wide_residual(self) -> bool:
         """Whether the residual stream is kept in at least float32.  ``auto``: only for deepnorm and
         keel of 64 blocks and more, whose updates bf16 would round away."""
@@ -103,6 +117,8 @@ class ModelConfig:
             for name in ("vocab_size", "hidden", "layers", "vocab_multiple")
             if getattr(self, name) < 1
         ]
+        if self.mask_token and self.vocab_size == 1:
+            found.append(("vocab_size", "1 is a mask token alone: nothing can be predicted"))
         if self.logit_softcap is not None and self.logit_softcap <= 0:
             found.append(("logit_softcap", f"must be positive, got {self.logit_softcap}"))
         if self.mtp.depth and self.mtp.kind == "parallel" and self.layers == 1:

@@ -55,8 +55,10 @@ class DecodingContext(SequenceContext):
     offset: int = 0
     visible: Tensor | None = None
 
-    def first_query(self, queries: int, keys: int) -> int:
-        return self.offset
+    def _distances(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        slot = torch.arange(keys, device=device)
+        row = torch.arange(self.offset, self.offset + queries, device=device)
+        return (row[:, None] - slot).abs()[None, None]
 
     def _count_visible(self, queries: int, device: torch.device) -> Tensor:
         written = self.offset + queries

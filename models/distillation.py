@@ -32,6 +32,9 @@ class ViewDivergence:
     depth: int = 0
     views: ClassVar[int] = 2
 
+    def judges(self, fields: Mapping[str, Tensor]) -> Tensor | None:
+        return None
+
     def rows(self, rows: LogitRows, fields: Mapping[str, Tensor]) -> tuple[Tensor, LogitGradient]:
         clean, perturbed = slice(0, None, 2), slice(1, None, 2)
         ratio = rows.logits[perturbed] - rows.logits[clean]  # [m, v]

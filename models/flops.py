@@ -58,13 +58,13 @@ def _module_activations(module: nn.Module, sequence_length: int) -> int:
     input make up for what else is kept)."""
     maps = [part for part in module.modules() if isinstance(part, Linear)]
     kept = sum(sum(part.weight.shape) for part in maps)
-    for layer in expert_layers(module):
+    for layer in moe_layers(module):
         _, hidden, dim = layer.experts.gate_proj.weight.shape
         kept += round(3 * (hidden + dim) * layer.expected_active)
     return kept * sequence_length
 
 
-def expert_layers(module: nn.Module) -> list[MoE]:
+def moe_layers(module: nn.Module) -> list[MoE]:
     return [part for part in module.modules() if isinstance(part, MoE)]
 
 
@@ -92,12 +92,12 @@ def unit_sizes(config: ModelConfig, sequence_length: int) -> dict[str, UnitSize]
         if isinstance(module, Embedding):
             sizes[name] = UnitSize(parameters, parameters, 0, table)
         elif isinstance(module, Head):
-            flops = 2 * config.vocab_size * table
+            flops = 2 * config.predicted_vocab_size * table
             sizes[name] = UnitSize(parameters, parameters, flops, table)
         else:
             activations = _module_activations(module, sequence_length)
             flops = module_flops(module, sequence_length)
-            idle = sum(m.idle_parameters for m in expert_layers(module) if m.router.weight in own)
+            idle = sum(m.idle_parameters for m in moe_layers(module) if m.router.weight in own)
             sizes[name] = UnitSize(parameters, parameters - idle, flops, activations)
     return sizes
 
@@ -113,6 +113,15 @@ def forward_flops(config: ModelConfig, sequence_length: int) -> int:
     return sum(size.flops for size in sizes.values()) + config.mtp.depth * sizes["head"].flops
 
 
-def training_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
-    """Forward and backward (twice the forward) per token; recomputation is not counted."""
-    return 3 * forward_flops(config, sequence_length) / sequence_length
+def training_flops_per_token(
+    config: ModelConfig, sequence_length: int, views: int = 1, canvas: int = 1, judged: float = 1
+) -> float:
+    """Forward and backward (twice the forward) per token; recomputation is not counted.
+
+    For each sequence of the data the model sees ``views`` of them, each ``canvas`` times as long,
+    and makes the logits of a share ``judged`` of their positions.
+    """
+    slots = canvas * sequence_length
+    head = (1 + config.mtp.depth) * unit_sizes(config, slots)["head"].flops
+    forward = forward_flops(config, slots) - (1 - judged) * head
+    return 3 * views * forward / sequence_length

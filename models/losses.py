@@ -87,7 +87,8 @@ class Term(Protocol):
     """A row-wise loss term.  ``weight`` and ``normalizer`` (a global count, > 0) are fixed before
     the forward pass: the total is Σ rows · weight / normalizer.  ``depth``: of the head that it
     judges, 0 for the next token.  ``views``: how many sequences of a batch, one behind the other,
-    it compares; their rows of one position are neighbours and in one chunk."""
+    it compares; their rows of one position are neighbours and in one chunk.  ``judges``: which rows
+    can have a loss, bool [n]; None for all."""
 
     @property
     def name(self) -> str: ...
@@ -100,6 +101,7 @@ class Term(Protocol):
     @property
     def views(self) -> int: ...
 
+    def judges(self, fields: Mapping[str, Tensor]) -> Tensor | None: ...
     def rows(self, rows: LogitRows, fields: Mapping[str, Tensor]) -> tuple[Tensor, LogitGradient]:
         """Loss rows [n] (0 where nothing is predicted) and their logit gradient."""
         ...
@@ -109,7 +111,7 @@ class Term(Protocol):
 class CrossEntropy:
     """(1 − ε)·(log_z − logit[label]) + ε·(log_z − mean logit) where label ≠ IGNORE.
 
-    ``fields``: ``labels`` int64 [n], and optionally ``row_weights`` [n] multiplying each row.
+    ``fields``: ``labels`` int64 [n], and those named ``row_weights`` [n] multiply each row.
     ``weighting`` multiplies it by a constant that log_z − logit[label] decides.
     """
 
@@ -120,13 +122,17 @@ class CrossEntropy:
     labels: str = "labels"
     depth: int = 0
     weighting: TokenWeighting | None = None
+    row_weights: str | None = None
     views: ClassVar[int] = 1
+
+    def judges(self, fields: Mapping[str, Tensor]) -> Tensor | None:
+        return fields[self.labels] != IGNORE
 
     def rows(self, rows: LogitRows, fields: Mapping[str, Tensor]) -> tuple[Tensor, LogitGradient]:
         labels, smoothing = fields[self.labels], self.label_smoothing
         valid = (labels != IGNORE).to(rows.log_z.dtype)
-        if "row_weights" in fields:
-            valid = valid * fields["row_weights"].to(valid.dtype)
+        if self.row_weights is not None:
+            valid = valid * fields[self.row_weights].to(valid.dtype)
         picked = rows.pick(labels)
         if self.weighting is not None:
             valid = valid * self.weighting.weights(rows.log_z - picked)
@@ -148,6 +154,9 @@ class ZLoss:
     labels: str = "labels"
     depth: int = 0
     views: ClassVar[int] = 1
+
+    def judges(self, fields: Mapping[str, Tensor]) -> Tensor | None:
+        return fields[self.labels] != IGNORE
 
     def rows(self, rows: LogitRows, fields: Mapping[str, Tensor]) -> tuple[Tensor, LogitGradient]:
         valid = (fields[self.labels] != IGNORE).to(rows.log_z.dtype)
@@ -247,6 +256,21 @@ def _logit_gradient(
 def common_views(terms: Sequence[Term]) -> int:
     """Rows that must stay together for all ``terms``."""
     return max((term.views for term in terms), default=1)
+
+
+def judged_rows(terms: Sequence[Term], fields: Mapping[str, Tensor]) -> Tensor | None:
+    """Indices of the rows that any of ``terms`` judges, where it pays to leave out the others: they
+    are a quarter at least.  None for all of them."""
+    judged: Tensor | None = None
+    for term in terms:
+        rows = term.judges(fields)
+        if rows is None:
+            return None
+        judged = rows if judged is None else judged | rows
+    if judged is None or judged.is_meta:
+        return None
+    found = judged.nonzero().squeeze(1)
+    return found if 4 * len(found) <= 3 * len(judged) else None
 
 
 def evaluate_head(

@@ -20,7 +20,15 @@ from .collectives import axis
 from .config import ModelConfig
 from .feedforward import FEEDFORWARDS
 from .linear import accumulation_dtype
-from .losses import Elsewhere, HeadOptions, Term, capped, chunked_head_loss, common_views
+from .losses import (
+    Elsewhere,
+    HeadOptions,
+    Term,
+    capped,
+    chunked_head_loss,
+    common_views,
+    judged_rows,
+)
 from .mtp import MTPBlock, fork, tokens_ahead
 from .norms import Role, Site, make_norm
 from .shared import shared_modules
@@ -109,7 +117,8 @@ class Head(nn.Module):
 
     def __init__(self, config: ModelConfig, embedding: Embedding | None) -> None:
         super().__init__()
-        self.vocab_size = config.vocab_size
+        self.vocab_size = config.predicted_vocab_size
+        self.mask_token = config.mask_token
         self.softcap = config.logit_softcap
         self.chunk_rows = 0
         self.weight_gradients: WeightGradients | None = None
@@ -139,14 +148,22 @@ class Head(nn.Module):
         maker = self.weight_gradients
         elsewhere = None if maker is None else maker.elsewhere(self.owner, self.matrix)
         hidden = head_rows(x, views)
+        judged = judged_rows(terms, rows)
+        if judged is not None:
+            hidden = hidden[judged]
+            rows = {name: value[judged] for name, value in rows.items()}
         return chunked_head_loss(hidden, self.matrix(), rows, terms, options, elsewhere)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Whole-vocabulary logits of x [..., D]: [..., vocab_size].  Single-process use."""
+        """Whole-vocabulary logits of x [..., D]: [..., vocab_size], a mask token's the lowest there
+        is.  Single-process use."""
         weight = self.matrix()
         weight = weight[: self.vocab_size].to(self.compute_dtype or weight.dtype)
         logits = F.linear(x.to(weight.dtype), weight)
-        return capped(logits.to(accumulation_dtype(logits.dtype)), self.softcap)
+        logits = capped(logits.to(accumulation_dtype(logits.dtype)), self.softcap)
+        if self.mask_token:
+            logits = F.pad(logits, (0, 1), value=torch.finfo(logits.dtype).min)
+        return logits
 
 
 def build_norm(

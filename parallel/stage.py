@@ -7,14 +7,14 @@ so a weight that two of them use is stored, reduced and updated once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from models.attention import MaskKind, SequenceContext
+from models.attention import Mask, SequenceContext, Visibility
 from models.collectives import axis
 from models.linear import accumulation_dtype
 from models.losses import Term
@@ -40,20 +40,43 @@ class MicroBatch:
     """Token ids [B, S] with what an objective says about them.
 
     fields: row fields of the loss terms, each [B, S].  documents: int64 [B, S] or None.
-    positions: int64 [B, S]; None for 0, 1, 2, ….
+    positions: int64 [B, S]; None for 0, 1, 2, ….  noise: [B, S], of a diffusion model that is told
+    how much there is.
     """
 
     ids: Tensor
     fields: dict[str, Tensor] = field(default_factory=dict)
-    mask: MaskKind = "causal"
+    mask: Mask = "causal"
     documents: Tensor | None = None
     positions: Tensor | None = None
+    noise: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """The same with every tensor changed, to another device for example."""
+        return MicroBatch(
+            change(self.ids),
+            {name: change(value) for name, value in self.fields.items()},
+            self.mask.map(change) if isinstance(self.mask, Visibility) else self.mask,
+            None if self.documents is None else change(self.documents),
+            None if self.positions is None else change(self.positions),
+            None if self.noise is None else change(self.noise),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        found: list[Tensor] = []
+
+        def note(x: Tensor) -> Tensor:
+            found.append(x)
+            return x
+
+        self.map(note)
+        return found
 
     def context(self) -> SequenceContext:
         positions = self.positions
         if positions is None:
             positions = torch.arange(self.ids.shape[1], device=self.ids.device)
-        return SequenceContext(positions, self.mask, self.documents)
+        return SequenceContext(positions, self.mask, self.documents, noise=self.noise)
 
 
 class ShardedWeights:

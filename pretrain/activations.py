@@ -163,11 +163,10 @@ class StageMeter:
     def _objective(self) -> tuple[MicroBatch, list[Term]]:
         """A micro-batch of zeros as the objective sees it, and its loss terms."""
         training = self.config.training
-        objective = build_objective(self.config.objective, self.config.model)
+        objective = build_objective(self.config.objective, self.config.model, batch=training.batch)
         tokens = torch.zeros(training.micro_batch, training.sequence_length + 1, dtype=torch.long)
         batch = objective.micro_batch(tokens, torch.zeros_like(tokens), range(len(tokens)))
-        kept = [batch.ids, *batch.fields.values(), batch.documents, batch.positions]
-        self.batch_bytes = sum(t.nbytes for t in kept if t is not None)
+        self.batch_bytes = sum(tensor.nbytes for tensor in batch.tensors())
         if not _dense_mask(self.config):
             batch = replace(batch, documents=None)
         return batch, objective.terms(objective.counts([batch]))
@@ -271,7 +270,7 @@ class StageMeter:
                     head.weight_gradients = _FullyShardedHead(weights.gradients)
             stage = ObservedStage(weights, self.compute_dtype, placement, number)
             stage.wiring = wiring
-            batch = self._shapes(self._batch)
+            batch = self._batch.map(lambda x: x.to("meta"))
             first = stage.observe(batch, self._terms, driving, existing)
             later = stage.observe(batch, self._terms, driving)
             for run in (*first, *later):
@@ -303,16 +302,6 @@ class StageMeter:
         for block in blocks(stage):
             apply_recompute(block, parallel.recompute)
         return stage
-
-    def _shapes(self, batch: MicroBatch) -> MicroBatch:
-        documents, positions = batch.documents, batch.positions
-        return replace(
-            batch,
-            ids=batch.ids.to("meta"),
-            fields={name: value.to("meta") for name, value in batch.fields.items()},
-            documents=None if documents is None else documents.to("meta"),
-            positions=None if positions is None else positions.to("meta"),
-        )
 
     def _chunked(self, stage: ObservedStage, run: UnitRun, driving: Driving) -> None:
         """Put in what a head needs when its rows go through it chunk by chunk."""

@@ -320,6 +320,12 @@ class RunConfig:
         return Path(self.runs_folder) / self.name
 
     @property
+    def slots(self) -> int:
+        """Length of a sequence as the model sees it in training."""
+        canvas: int = self.objective.canvas
+        return self.training.sequence_length * canvas
+
+    @property
     def sequences_at_once(self) -> int:
         """Sequences of one forward pass in training: of a micro-batch, in all its views."""
         views: int = self.objective.views
@@ -328,7 +334,7 @@ class RunConfig:
     def run_problems(self, world_size: int) -> Problems:
         """What is wrong about this config on ``world_size`` processes."""
         training, parallel = self.training, self.parallel
-        found = layout_problems(parallel, self.model, world_size, training.sequence_length)
+        found = layout_problems(parallel, self.model, world_size, self.slots)
         for path, message in self.optimizer.model_problems(self.model):
             found.append((f"optimizer.{path}", message))
         share = parallel.replicas(world_size) * parallel.fsdp * training.micro_batch
@@ -338,7 +344,7 @@ class RunConfig:
                  f" sequences, not a multiple of micro_batch·dp·fsdp = {share}")
             )  # fmt: skip
         if parallel.pp > 1 and not any(path.startswith("parallel.p") for path, _ in found):
-            length, micro = training.sequence_length, self.sequences_at_once
+            length, micro = self.slots, self.sequences_at_once
             count = max(training.batch // share, 1)
             found += placement_problems(self.model, parallel, length, count, micro)
         return found
@@ -369,7 +375,8 @@ def expand_size(tree: Tree, problems: Problems) -> Tree:
 
 
 def fill_vocabulary(tree: Tree, problems: Problems) -> Tree:
-    """``model.vocab_size`` left out: the tokenizer's, as the first training source records it."""
+    """``model.vocab_size`` left out: the tokenizer's, as the first training source records it, and
+    the mask token if there is one."""
     model = tree.get("model") or {}
     match tree.get("data"):
         case {"train": [{"path": str(path)}, *_]} if path:
@@ -383,7 +390,7 @@ def fill_vocabulary(tree: Tree, problems: Problems) -> Tree:
     except ValueError as error:
         problems.append(("data.train[0].path", f"{error}; make it with launch/prepare.py"))
         return tree
-    return {**tree, "model": {**model, "vocab_size": size}}
+    return {**tree, "model": {**model, "vocab_size": size + (model.get("mask_token") is True)}}
 
 
 def load_run_config(

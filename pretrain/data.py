@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from data_tools.blend import Blend, PackedSampler, Sample, Sampler, WindowSampler
 from data_tools.indexed import IndexedReader
@@ -87,23 +86,13 @@ class Batches:
         documents = torch.from_numpy(np.stack([sample.documents for sample in samples]))
         make = self.objective.evaluation_batch if self.evaluation else self.objective.micro_batch
         batch = make(tokens, documents.long(), indices)
-        return self._move(batch)
+        return batch.map(lambda x: x.to(self.device, non_blocking=True))
 
     def _sample(self, index: int) -> Sample:
         if self.end is None or index < self.end:
             return self.blend.sample(index)
         like = self.blend.sample(0)
         return Sample(np.zeros_like(like.tokens), np.full_like(like.documents, -1))
-
-    def _move(self, batch: MicroBatch) -> MicroBatch:
-        def move(x: Tensor) -> Tensor:
-            return x.to(self.device, non_blocking=True)
-
-        batch.ids = move(batch.ids)
-        batch.fields = {name: move(value) for name, value in batch.fields.items()}
-        batch.documents = None if batch.documents is None else move(batch.documents)
-        batch.positions = None if batch.positions is None else move(batch.positions)
-        return batch
 
 
 class Prefetcher:
@@ -183,10 +172,11 @@ def check_vocabulary(config: RunConfig, sources: Sequence[SourceConfig] | None =
                 f"{source.path}: its manifest says a vocabulary of {size:,}, which does not fit "
                 f"the {reader.dtype} of its .idx file"
             )
-        if size > config.model.vocab_size:
+        if size > config.model.predicted_vocab_size:
+            mask = ", of which one is the mask token" if config.model.mask_token else ""
             raise ValueError(
                 f"{source.path}: made with a vocabulary of {size:,}, larger than "
-                f"model.vocab_size={config.model.vocab_size:,}"
+                f"model.vocab_size={config.model.vocab_size:,}{mask}"
             )
     if len(seen) > 1:
         raise ValueError(
@@ -197,7 +187,7 @@ def check_vocabulary(config: RunConfig, sources: Sequence[SourceConfig] | None =
 def vocabulary_note(config: RunConfig) -> str:
     """For people: that the model knows ids which the data never hold; empty if it does not."""
     tokenizer = manifests(config.data.train[:1])[0].tokenizer
-    unused = config.model.vocab_size - tokenizer["vocab_size"]
+    unused = config.model.predicted_vocab_size - tokenizer["vocab_size"]
     if unused <= 0:
         return ""
     return (

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from models.flops import UnitSize, forward_flops, unit_sizes
+from models.flops import UnitSize, training_flops_per_token, unit_sizes
 from models.transformer import module_name
 from parallel.expert import expert_layers
 from parallel.pipeline.actions import Schedule
@@ -111,7 +111,7 @@ def make_plan(
     with ``half_blocks``.  ``ConfigError`` or ``ValueError`` when the layout is illegal."""
     check_run(config, world_size, {})
     model, parallel, training = config.model, config.parallel, config.training
-    pipeline, length = parallel.pipeline, training.sequence_length
+    pipeline, length = parallel.pipeline, config.slots
     data_ranks = parallel.replicas(world_size) * parallel.fsdp
     micro_batches = training.batch // (data_ranks * training.micro_batch)
     request, placement = plan_pipeline(
@@ -171,8 +171,10 @@ def _work(
 ) -> Work:  # fmt: skip
     training = config.training
     tokens = training.total_steps * training.batch_tokens
-    forward = forward_flops(config.model, training.sequence_length) / training.sequence_length
-    forward *= config.objective.views
+    seen = config.objective
+    forward = training_flops_per_token(
+        config.model, training.sequence_length, seen.views, seen.canvas, seen.judged
+    ) / 3  # fmt: skip
     inner = sum(s.active for name, s in sizes.items() if name not in ("embedding", "head"))
     flops = 3 * forward * tokens
     speed = flops_per_second

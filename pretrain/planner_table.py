@@ -41,7 +41,7 @@ def planner_table(
     split = pipeline.splits_weight_gradients
     fitted = replace(pipeline, planner="adahc", schedule="adahc_zb" if split else "adahc")
     request = plan_request(
-        config.model, replace(parallel, pipeline=fitted), training.sequence_length, micro_batches,
+        config.model, replace(parallel, pipeline=fitted), config.slots, micro_batches,
         config.sequences_at_once,
     )  # fmt: skip
     comparison = compare_planners(request, half_blocks)

@@ -105,7 +105,9 @@ class Trainer:
         self.folder = RunFolder(config.folder)
         self.total_steps = config.training.total_steps
         check_vocabulary(config)
-        self.objective = build_objective(config.objective, config.model, config.seed)
+        self.objective = build_objective(
+            config.objective, config.model, config.seed, config.training.batch
+        )
         mesh = build_mesh(config.parallel, device)
         blend = build_blend(
             config.data, config.data.train, config.training.sequence_length, config.seed,
@@ -121,7 +123,7 @@ class Trainer:
             compile=config.kernels.compile,
         )
         self.engine = build_engine(
-            config.model, config.parallel, mesh, options, config.training.sequence_length,
+            config.model, config.parallel, mesh, options, config.slots,
             micro_batches=config.training.batch // (micro * mesh.data_size),
             micro_batch=config.sequences_at_once,
         )  # fmt: skip
@@ -177,7 +179,7 @@ class Trainer:
         """Train to the end, or to the next step boundary after a signal."""
         self.logger = self._logger()
         self.logger.announce(self.resume_note)
-        length = self.config.training.sequence_length
+        length = self.config.slots
         for note in [vocabulary_note(self.config), *self.config.model.notes(length)]:
             if note:
                 self.logger.announce(note)
@@ -280,11 +282,14 @@ class Trainer:
     def _throughput(self) -> Throughput:
         config = self.config
         sizes = unit_sizes(config.model, config.training.sequence_length)
-        flops = training_flops_per_token(config.model, config.training.sequence_length)
+        seen = config.objective
+        flops = training_flops_per_token(
+            config.model, config.training.sequence_length, seen.views, seen.canvas, seen.judged
+        )
         inner = sum(s.active for name, s in sizes.items() if name not in ("embedding", "head"))
         return Throughput(
             total_tokens=self.total_steps * config.training.batch_tokens,
-            flops_per_token=flops * config.objective.views,
+            flops_per_token=flops,
             non_embedding_parameters=inner,
             devices=dist.get_world_size() if dist.is_initialized() else 1,
             peak_tflops=config.metrics.peak_tflops,

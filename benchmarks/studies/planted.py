@@ -51,6 +51,9 @@ class SoftTargets:
     depth: int = 0
     views: int = 1
 
+    def judges(self, fields: Mapping[str, Tensor]) -> Tensor | None:
+        return None
+
     def rows(self, rows: LogitRows, fields: Mapping[str, Tensor]) -> tuple[Tensor, LogitGradient]:
         loss, pieces = rows.log_z.clone(), []
         for v in range(VOCABULARY):

@@ -1,4 +1,5 @@
 """Training objectives, one file each; importing the package registers them all."""
 
 from . import causal as causal
+from . import masked as masked
 from . import perturbed as perturbed

@@ -17,9 +17,11 @@ OBJECTIVES = Registry("objective")
 
 
 class Objective(Protocol):
-    """Registered class built as ``Objective(config, model, seed)``; its config tells with
-    ``model_problems(model)``, like ``problems()``, what does not go with a model, and with
-    ``views`` how many sequences the model sees per sample of a training step.
+    """Registered class built as ``Objective(config, model, seed, batch)``, where ``batch`` is the
+    number of samples per step.  Its config tells with ``model_problems(model)``, like
+    ``problems()``, what does not go with a model, and what the model sees per sample of a training
+    step: ``views`` sequences, each of ``canvas`` times as many slots as a sample has tokens, of
+    which the share ``judged`` needs logits on average.
 
     ``primary`` names the term whose mean is *the* loss of a run, in nats per counted token;
     ``is_bound`` says that it only bounds the likelihood.
@@ -56,9 +58,12 @@ class Objective(Protocol):
         ...
 
 
-def build_objective(config: Any, model: ModelConfig | None = None, seed: int = 0) -> Objective:
-    """``model``: what is trained; None stands for one without multi-token prediction."""
-    objective: Objective = OBJECTIVES.build(config, model, seed)
+def build_objective(
+    config: Any, model: ModelConfig | None = None, seed: int = 0, batch: int = 1
+) -> Objective:
+    """``model``: what is trained; None stands for one without multi-token prediction.  ``batch``:
+    samples per step, over which noise is spread evenly."""
+    objective: Objective = OBJECTIVES.build(config, model, seed, batch)
     return objective
 
 

@@ -67,6 +67,16 @@ class Causal:
             """Sequences that the model sees per sample of a training step."""
             return 1
 
+        @property
+        def canvas(self) -> int:
+            """Slots of the model's input per token."""
+            return 1
+
+        @property
+        def judged(self) -> float:
+            """Share of the slots whose logits are made, on average."""
+            return 1.0
+
         def problems(self) -> list[tuple[str, str]]:
             found = []
             if not 0 <= self.label_smoothing < 1:
@@ -86,7 +96,9 @@ class Causal:
                 if not model.mtp.depth and getattr(self, name) != getattr(type(self), name)
             ]
 
-    def __init__(self, config: Config, model: ModelConfig | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, config: Config, model: ModelConfig | None = None, seed: int = 0, batch: int = 1
+    ) -> None:
         self.config = config
         self.mtp_depth = 0 if model is None else model.mtp.depth
 

@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from models.config import ModelConfig
 from models.distillation import ViewDivergence
-from models.initialize import parameter_key
 from models.losses import IGNORE, Term
 from models.positions import biases_scores, position_name
 from parallel.stage import MicroBatch
 
 from .base import OBJECTIVES
 from .causal import Causal
+from .noise import SampleNoise
 
 DIVERGENCE = "divergence_weights"
 
@@ -82,9 +81,11 @@ class Perturbed(Causal):
 
     config: Config
 
-    def __init__(self, config: Config, model: ModelConfig | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, config: Config, model: ModelConfig | None = None, seed: int = 0, batch: int = 1
+    ) -> None:
         super().__init__(config, model, seed)
-        self.key = parameter_key(seed, "perturbed positions")
+        self.noise = SampleNoise(seed, "perturbed positions")
 
     def micro_batch(
         self, tokens: Tensor, documents: Tensor | None, sample_indices: Sequence[int]
@@ -127,7 +128,7 @@ class Perturbed(Causal):
             end = int((documents >= 0).sum())  # padding comes last
         if end == 0:
             return
-        first, second = self._draw(index)
+        first, second = self.noise.bits(index, 2).tolist()
         start = first * end >> 64
         if documents is not None and self.config.documents == "mask":
             inside = (documents == documents[start]).nonzero()
@@ -139,11 +140,6 @@ class Perturbed(Causal):
             positions[begin:start] += end - start
             positions[start:end] -= start - begin
         weights[start:end] = 1 / (end - start)
-
-    def _draw(self, index: int) -> tuple[int, int]:
-        """Two uniform 64-bit numbers, a function of the seed and the sample alone."""
-        first, second = np.random.Philox(key=self.key, counter=index).random_raw(2).tolist()
-        return first, second
 
     def counts(self, batches: Sequence[MicroBatch]) -> dict[str, int]:
         counts = super().counts(batches)

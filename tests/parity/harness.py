@@ -26,6 +26,7 @@ from parallel.pipeline.units import Placement
 from pretrain.engine import Engine, build_engine
 from pretrain.objectives.base import build_objective
 from pretrain.objectives.causal import Causal
+from pretrain.objectives.diffusion import DiffusionConfig
 from tests.distributed import run_ranks
 
 SEQUENCE = 16
@@ -64,7 +65,7 @@ def global_batch(case: Case, step: int = 0) -> tuple[Tensor, Tensor]:
     """Tokens and document numbers [sequences, SEQUENCE + 1]; a function of the step alone."""
     generator = torch.Generator().manual_seed(1000 + step)
     shape = (case.sequences, SEQUENCE + 1)
-    tokens = torch.randint(0, case.model.vocab_size, shape, generator=generator)
+    tokens = torch.randint(0, case.model.predicted_vocab_size, shape, generator=generator)
     starts = torch.rand(shape, generator=generator) < 0.2
     return tokens, starts.long().cumsum(1)
 
@@ -85,7 +86,12 @@ def micro_batches(case: Case, engine: Engine, step: int = 0) -> list[Any]:
 def micro_batches_of(case: Case, step: int, data_rank: int, data_size: int) -> list[Any]:
     tokens, documents = global_batch(case, step)
     keep = kept_labels(case, step)
-    objective = build_objective(case.objective, case.model)
+    objective = build_objective(case.objective, case.model, batch=case.sequences)
+    if isinstance(case.objective, DiffusionConfig):
+        # what is counted differs from rank to rank through padding, for noise decides the labels
+        length = torch.arange(case.sequences)[:, None] * SEQUENCE // case.sequences
+        documents = documents.masked_fill(torch.arange(SEQUENCE + 1) > length, -1)
+        keep = torch.ones_like(keep)
     share = case.sequences // data_size
     size = share // case.micro_batches
     assert size * case.micro_batches * data_size == case.sequences
@@ -96,7 +102,7 @@ def micro_batches_of(case: Case, step: int, data_rank: int, data_size: int) -> l
         views = batch.ids.shape[0] // size  # rows per sequence, one behind the other
         dropped = ~keep[span].repeat_interleave(views, 0)
         for name, value in batch.fields.items():
-            if name.startswith("labels"):
+            if name.startswith("labels") and dropped.any():
                 batch.fields[name] = value.masked_fill(dropped, IGNORE)
         result.append(batch)
     return result
@@ -132,7 +138,7 @@ def build(case: Case) -> Engine:
 def one_step(case: Case) -> dict[str, Any]:
     """Loss, norm and whole gradients of one step on this rank (gradients of its own stages)."""
     engine = build(case)
-    objective = build_objective(case.objective, case.model)
+    objective = build_objective(case.objective, case.model, batch=case.sequences)
     result = engine.forward_backward(micro_batches(case, engine), objective)
     norm = gradient_norm(engine.model)
     return {

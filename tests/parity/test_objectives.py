@@ -10,8 +10,16 @@ import pytest
 from models.token_weighting import TokenWeighting
 from parallel.mesh import ParallelConfig, PipelineConfig
 from pretrain.objectives.causal import Causal
+from pretrain.objectives.masked import Masked
 from pretrain.objectives.perturbed import Perturbed
-from tests.parity.harness import Case, assert_parity, gradient_error, reference, run_together
+from tests.parity.harness import (
+    SMALL,
+    Case,
+    assert_parity,
+    gradient_error,
+    reference,
+    run_together,
+)
 
 pytestmark = pytest.mark.parity
 
@@ -39,15 +47,33 @@ OBJECTIVES: dict[str, Any] = {
 }
 
 
+DIFFUSION: dict[str, Any] = {
+    "masked": Masked.Config(),
+    "masked-flat-in-documents": Masked.Config(
+        weighting="flat", estimator="count", documents="mask"
+    ),
+}
+MASKED = replace(SMALL, mask_token=True)
+
+
+def case(layout: str, name: str) -> Case:
+    if name in OBJECTIVES:
+        return replace(LAYOUTS[layout], objective=OBJECTIVES[name])
+    return replace(LAYOUTS[layout], objective=DIFFUSION[name], model=MASKED)
+
+
+NAMES = [*OBJECTIVES, *DIFFUSION]
+
+
 def cases(layout: str) -> list[Case]:
-    return [replace(LAYOUTS[layout], objective=objective) for objective in OBJECTIVES.values()]
+    return [case(layout, name) for name in NAMES]
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_one_step(layout: str, name: str) -> None:
     run_together(cases(layout))  # all objectives in one set of processes
-    assert_parity(replace(LAYOUTS[layout], objective=OBJECTIVES[name]))
+    assert_parity(case(layout, name))
 
 
 def test_the_weights_matter() -> None:

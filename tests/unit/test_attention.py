@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from models.attention import Attention, AttentionBackend, AttentionConfig, SequenceContext, attend
+from models.attention import (
+    Attention,
+    AttentionBackend,
+    AttentionConfig,
+    SequenceContext,
+    Visibility,
+    attend,
+)
 from models.norms import RMSNorm
 from models.positions import NoPE, RoPE
 from models.rotary import HeadShape
@@ -37,13 +44,16 @@ def context(mask: Any = "causal", documents: Tensor | None = None) -> SequenceCo
     return SequenceContext(torch.arange(LENGTH), mask, documents)
 
 
-def visible(mask: str, documents: Tensor | None, b: int, i: int, j: int) -> bool:
+def visible(mask: Any, documents: Tensor | None, b: int, i: int, j: int) -> bool:
     """May token i of sequence b see token j?"""
     same = documents is None or bool(documents[b, i] == documents[b, j])
+    if isinstance(mask, Visibility):
+        ranked = mask.rank[b, j] <= mask.limit[b, i]
+        return same and bool(ranked or mask.group[b, i] == mask.group[b, j])
     return same and (mask == "bidirectional" or j <= i)
 
 
-def literal(q: Tensor, k: Tensor, v: Tensor, mask: str, documents: Tensor | None) -> Tensor:
+def literal(q: Tensor, k: Tensor, v: Tensor, mask: Any, documents: Tensor | None) -> Tensor:
     out = torch.zeros_like(q)
     group = q.shape[1] // k.shape[1]
     for b in range(BATCH):
@@ -57,16 +67,23 @@ def literal(q: Tensor, k: Tensor, v: Tensor, mask: str, documents: Tensor | None
     return out
 
 
-MASKS = [("causal", None), ("bidirectional", None), ("causal", DOCUMENTS),
-         ("bidirectional", DOCUMENTS)]  # fmt: skip
+BLOCKS = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 1, 1, 2, 2, 2, 2, 3]])
+OWN = torch.arange(BATCH * LENGTH).view(BATCH, LENGTH)
+# later slots see earlier blocks and themselves; blocks 1 see each other
+ORDERED = Visibility(BLOCKS, BLOCKS - 1, torch.where(BLOCKS == 1, -1, OWN))
+MASKS: list[tuple[Any, Tensor | None]] = [
+    ("causal", None), ("bidirectional", None), ("causal", DOCUMENTS),
+    ("bidirectional", DOCUMENTS), (ORDERED, None), (ORDERED, DOCUMENTS),
+]  # fmt: skip
 BACKENDS: list[AttentionBackend] = ["sdpa", "flex"]
-NAMES = ["causal", "bidirectional", "causal-documents", "bidirectional-documents"]
+NAMES = ["causal", "bidirectional", "causal-documents", "bidirectional-documents", "ordered",
+         "ordered-documents"]  # fmt: skip
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 @pytest.mark.parametrize(("mask", "documents"), MASKS, ids=NAMES)
 def test_grouped_queries_are_an_explicit_softmax(
-    mask: str, documents: Tensor | None, kv_heads: int
+    mask: Any, documents: Tensor | None, kv_heads: int
 ) -> None:
     q, k, v = (t.requires_grad_() for t in qkv(kv_heads))
     found = attend(q, k, v, context(mask, documents), "sdpa")
@@ -80,7 +97,7 @@ def test_grouped_queries_are_an_explicit_softmax(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("mask", "documents"), MASKS, ids=NAMES)
-def test_only_visible_tokens_matter(mask: str, documents: Tensor | None, backend: Any) -> None:
+def test_only_visible_tokens_matter(mask: Any, documents: Tensor | None, backend: Any) -> None:
     """A hidden token changes nothing, bit for bit; every visible one changes something."""
     q, k, v = qkv()
     with torch.no_grad():
@@ -98,7 +115,7 @@ def test_only_visible_tokens_matter(mask: str, documents: Tensor | None, backend
 
 @pytest.mark.parametrize("kv_heads", [2, 6])
 @pytest.mark.parametrize(("mask", "documents"), MASKS, ids=NAMES)
-def test_flex_equals_sdpa(mask: str, documents: Tensor | None, kv_heads: int) -> None:
+def test_flex_equals_sdpa(mask: Any, documents: Tensor | None, kv_heads: int) -> None:
     q, k, v = (t.float() for t in qkv(kv_heads))
     with torch.no_grad():
         found = attend(q, k, v, context(mask, documents), "flex")
@@ -118,6 +135,28 @@ def test_masks_are_built_once_per_forward_pass() -> None:
     assert len(shared.cache) == 2
 
 
+def test_the_plain_kinds_are_special_cases() -> None:
+    q, k, v = qkv()
+    slots = torch.arange(LENGTH).expand(BATCH, -1)
+    for kind, rank in (("causal", slots), ("bidirectional", torch.zeros_like(slots))):
+        found = attend(q, k, v, context(Visibility(rank, rank, OWN), DOCUMENTS), "sdpa")
+        assert found.equal(attend(q, k, v, context(kind, DOCUMENTS), "sdpa"))
+
+
+def test_distances_are_those_of_positions() -> None:
+    """Tokens in another order, with their positions, give the same result in that order."""
+    q, k, v = qkv()
+    slopes, order = torch.tensor([0.5, 0.1, 0.3, 0.2, 0.9, 0.7]), torch.randperm(LENGTH)
+    wanted = attend(q, k, v, context("bidirectional"), "sdpa", slopes)[:, :, order]
+    moved = SequenceContext(order.expand(BATCH, -1), "bidirectional")
+    shuffled = (x[:, :, order] for x in (q, k, v))
+    for backend in BACKENDS:
+        with torch.no_grad():
+            found = attend(*(x.clone() for x in shuffled), moved, backend, slopes)
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+        shuffled = (x[:, :, order] for x in (q, k, v))
+
+
 def test_queries_at_the_end_of_longer_keys() -> None:
     """Decoding: the last queries of a sequence, against all of its keys."""
     q, k, v = qkv()
@@ -127,6 +166,8 @@ def test_queries_at_the_end_of_longer_keys() -> None:
 
 
 def test_flash_has_no_document_mask() -> None:
+    with pytest.raises(ValueError, match="flash knows causal and full masks: use flex or sdpa"):
+        attend(*qkv(), context(ORDERED), "flash")
     with pytest.raises(ValueError, match="flash has no document mask: use flex or sdpa"):
         attend(*qkv(), context("causal", DOCUMENTS), "flash")
 

@@ -42,7 +42,8 @@ class Setting:
     weighted: bool = False
 
     def terms(self, count: float) -> list[Term]:
-        terms: list[Term] = [CrossEntropy(count, self.smoothing)]
+        weights = "row_weights" if self.weighted else None
+        terms: list[Term] = [CrossEntropy(count, self.smoothing, row_weights=weights)]
         return [*terms, ZLoss(count, self.z_weight)] if self.z_weight else terms
 
 
@@ -175,6 +176,9 @@ class Margin:
     name: str = "margin"
     depth: int = 0
     views: int = 1
+
+    def judges(self, fields: Mapping[str, Tensor]) -> None:
+        return None
 
     def rows(self, rows: LogitRows, fields: Mapping[str, Tensor]) -> tuple[Tensor, LogitGradient]:
         a, b = fields["labels"], fields["others"]
