@@ -56,10 +56,14 @@ DIFFUSION: dict[str, Any] = {
 MASKED = replace(SMALL, mask_token=True)
 
 
-def case(layout: str, name: str) -> Case:
+def case_of(base: Case, name: str) -> Case:
     if name in OBJECTIVES:
-        return replace(LAYOUTS[layout], objective=OBJECTIVES[name])
-    return replace(LAYOUTS[layout], objective=DIFFUSION[name], model=MASKED)
+        return replace(base, objective=OBJECTIVES[name])
+    return replace(base, objective=DIFFUSION[name], model=MASKED)
+
+
+def case(layout: str, name: str) -> Case:
+    return case_of(LAYOUTS[layout], name)
 
 
 NAMES = [*OBJECTIVES, *DIFFUSION]
