@@ -174,10 +174,15 @@ MTP_PLANS: list[dict[str, Any]] = [
     {"pp": 2, "pipeline": {"planner": "uniform"}},
     {"dp": 1},
 ]
+MASKED = {
+    "model": {"vocab_size": 258, "mask_token": True},
+    "objective": {"type": "masked", "estimator": "count"},
+}
 MOVES: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "tp2pp2-to-dp4": ([{"tp": 2, "pp": 2}, {"dp": 4}], {}),
     "fsdp2-to-single": ([{"fsdp": 2}, {"dp": 1}], {}),
     "muon-fsdp2-to-tp2": ([{"fsdp": 2}, {"tp": 2}], {"optimizer": {"matrices": "muon"}}),
+    "masked-tp2pp2-to-fsdp2": ([{"tp": 2, "pp": 2}, {"fsdp": 2}], MASKED),
     "mtp-plans": (MTP_PLANS, {"model": {"mtp": {"depth": 2}}}),
     "mtp-plans-tied": (MTP_PLANS, {"model": {"mtp": {"depth": 2}, "tie_embeddings": True}}),
 }
