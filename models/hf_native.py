@@ -70,6 +70,7 @@ JUDGED: dict[Any, set[str]] = {
     "rnope": {"inner", "every"},
     "partial": {"base", "fraction"},
     "yarn": {"base", "factor", "original_length", "beta_fast", "beta_slow"},
+    "llama3": {"base", "factor", "original_length", "low_freq_factor", "high_freq_factor"},
     "moe": {
         "experts", "hidden", "router", "balance", "shared_experts", "shared_hidden", "first_dense",
         "every", "dense_hidden",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .positions import NTK, PI, RoPE, YaRN
+from .positions import NTK, PI, Llama3, RoPE, YaRN
 
 Tree = dict[str, Any]
 
-ROTATIONS = ("rope", "pi", "ntk", "yarn")
+ROTATIONS = ("rope", "pi", "ntk", "yarn", "llama3")
 """Position encodings that every class with a rotation knows.  NTK scaling is another base."""
 
 
@@ -20,6 +20,15 @@ def rope_parameters(position: Any, dim: int) -> Tree:
         return {"rope_type": "default", "rope_theta": position.base * power}
     if isinstance(position, PI.Config):
         return {"rope_type": "linear", "rope_theta": position.base, "factor": position.factor}
+    if isinstance(position, Llama3.Config):
+        return {
+            "rope_type": "llama3",
+            "rope_theta": position.base,
+            "factor": position.factor,
+            "original_max_position_embeddings": position.original_length,
+            "low_freq_factor": position.low_freq_factor,
+            "high_freq_factor": position.high_freq_factor,
+        }
     if not isinstance(position, YaRN.Config):
         assert isinstance(position, RoPE.Config)
         return {"rope_type": "default", "rope_theta": position.base}
@@ -62,10 +71,26 @@ def rotation_from_hf(hf: Mapping[str, Any], default_base: float) -> tuple[Tree, 
         if factor < 1:
             problems.append("linear without factor >= 1")
         return {"type": "pi", "base": base, "factor": factor}, problems
-    if kind != "yarn":
+    read = {"yarn": _yarn_from_hf, "llama3": _llama3_from_hf}.get(kind)
+    if read is None:
         return {}, [*problems, f"rope_type={kind!r}"]
-    position, wrong = _yarn_from_hf(rope, base, factor)
+    position, wrong = read(rope, base, factor)
     return position, problems + wrong
+
+
+def _llama3_from_hf(rope: Mapping[str, Any], base: float, factor: float) -> tuple[Tree, list[str]]:
+    names = {
+        "original_length": "original_max_position_embeddings",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+    }
+    missing = [theirs for theirs in names.values() if not rope.get(theirs)]
+    if factor < 1 or missing:
+        return {}, [f"llama3 without {', '.join(missing) or 'factor >= 1'}"]
+    settings: Tree = {"base": base, "factor": factor}
+    settings |= {ours: rope[theirs] for ours, theirs in names.items()}
+    wrong = [f"llama3: {key} {text}" for key, text in Llama3.Config(**settings).problems()]
+    return {"type": "llama3", **settings}, wrong
 
 
 def _yarn_from_hf(rope: Mapping[str, Any], base: float, factor: float) -> tuple[Tree, list[str]]:

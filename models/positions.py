@@ -190,11 +190,50 @@ class YaRN(FixedTable):
             return 0.1 * math.log(self.factor) + 1.0
 
 
+@POSITIONS.register("llama3")
+class Llama3(FixedTable):
+    """NTK-by-parts as Llama 3.1 to 3.3 have it (their rope_type; code in transformers).
+
+    Pairs that turn more than ``high_freq_factor`` times within the original length keep their
+    frequency, those that turn less than ``low_freq_factor`` times are divided by ``factor``, and
+    between them the weight of either is linear in the number of turns (in YaRN's: in the pair's
+    index).  q and k keep their size.
+    """
+
+    @dataclass(frozen=True)
+    class Config(TableConfig):
+        factor: float = field(default=8.0, metadata={"help": "context extension factor, >= 1"})
+        original_length: int = field(default=8192, metadata={"help": "length trained before"})
+        low_freq_factor: float = field(default=1.0, metadata={"help": "turns below which: divided"})
+        high_freq_factor: float = field(
+            default=4.0, metadata={"help": "turns above which: unchanged"}
+        )
+
+        def problems(self) -> Problems:
+            found = super().problems() + _factor_problems(self.factor)
+            if self.original_length < 1:
+                found.append(("original_length", f"must be positive, got {self.original_length}"))
+            if self.low_freq_factor <= 0:
+                found.append(("low_freq_factor", f"must be positive, got {self.low_freq_factor}"))
+            if self.high_freq_factor <= self.low_freq_factor:
+                text = f"must exceed low_freq_factor={self.low_freq_factor}"
+                found.append(("high_freq_factor", text))
+            return found
+
+        def frequencies(self, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+            plain = super().frequencies(dim, dtype, device)
+            turns = self.original_length / (2 * math.pi / plain)
+            low, high = self.low_freq_factor, self.high_freq_factor
+            kept = ((turns - low) / (high - low)).clamp(0, 1)
+            # This order of operations gives Hugging Face's table bit for bit.
+            return (1 - kept) * plain / self.factor + kept * plain
+
+
 def _start_problems(start: Any) -> Problems:
-    if isinstance(start, (RoPE.Config, PI.Config, NTK.Config, YaRN.Config)):
+    if isinstance(start, (RoPE.Config, PI.Config, NTK.Config, YaRN.Config, Llama3.Config)):
         return []
-    text = f"must be a table without zeros (rope, pi, ntk, yarn), got {position_name(start)}"
-    return [("start", text)]
+    text = "must be a table without zeros (rope, pi, ntk, yarn, llama3), got "
+    return [("start", text + position_name(start))]
 
 
 @POSITIONS.register("adarope")

@@ -19,6 +19,9 @@ NATIVE: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-tied": {"tie_embeddings": True, "residual_dtype": "float32"},
     "llama-yarn": {"position": {"type": "yarn", "factor": 3.0, "original_length": 16}},
+    "llama-llama3": {
+        "position": {"type": "llama3", "base": 100.0, "factor": 3.0, "original_length": 32}
+    },
     "llama-pi": {"position": {"type": "pi", "factor": 3.0, "base": 5000.0}},
     "llama-wide": {"hidden": 48, "attention": {"head_dim": 16, "kv_heads": 4}},
     "qwen2": {

@@ -27,6 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "position": {
         "rnope": {"every": 2},
         "yarn": {"original_length": 16},
+        "llama3": {"base": 100.0, "original_length": 32},
         "partial": {"fraction": 0.5},
     },
     "feedforward": {"moe": {k: v for k, v in MOE.items() if k != "type"}},

@@ -21,6 +21,7 @@ from models.positions import (
     POSITIONS,
     AdaRoPE,
     LeRoPE,
+    Llama3,
     NoPE,
     PartialRoPE,
     RNoPE,
@@ -91,7 +92,7 @@ def logits(q: Tensor, k: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("start", [RoPE.Config(), RoPE.Config(5e5), PI.Config(), NTK.Config(),
-                                   YaRN.Config()], ids=str)  # fmt: skip
+                                   YaRN.Config(), Llama3.Config()], ids=str)  # fmt: skip
 def test_the_start_is_the_fixed_table_bit_for_bit(start: Any, dtype: torch.dtype) -> None:
     for length, heads, kv_heads, dim in [(12, 4, 2, 8), (37, 4, 4, 6), (5, 3, 1, 64)]:
         shape = HeadShape(dim, heads, kv_heads)

@@ -183,7 +183,23 @@ def test_config_round_trip(case: str) -> None:
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type='llama3'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 8.0}}, "rope_type='longrope'"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+            "llama3 without original_max_position_embeddings, high_freq_factor",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 1.0,
+                    "original_max_position_embeddings": 9,
+                }
+            },
+            "llama3: high_freq_factor must exceed low_freq_factor=4.0",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "yarn without factor"),
         ({"hidden_size": None}, "config.json lacks hidden_size"),

@@ -15,11 +15,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from models.attention import SequenceContext, attend
 from models.collectives import Axis, bound
 from models.config import ModelConfig
+from models.hf_rotary import rope_parameters
 from models.positions import (
     NTK,
     PI,
     POSITIONS,
     ALiBi,
+    Llama3,
     NoPE,
     PartialRoPE,
     RNoPE,
@@ -128,6 +130,36 @@ def test_yarn_is_hugging_faces(dim: int, config: YaRN.Config) -> None:
         assert not torch.allclose(found, table(RoPE.Config(config.base), dim, torch.float32))
 
 
+LLAMA3 = [
+    (128, Llama3.Config(base=500_000.0)),  # Llama 3.1
+    (64, Llama3.Config(base=500_000.0, factor=32.0)),  # Llama 3.2
+    (32, Llama3.Config(original_length=100, low_freq_factor=0.5, high_freq_factor=8.0)),
+    (2, Llama3.Config(factor=1.0)),
+]
+
+
+@pytest.mark.parametrize(("dim", "config"), LLAMA3, ids=str)
+def test_llama3_is_hugging_faces_bit_for_bit(dim: int, config: Llama3.Config) -> None:
+    rope = rope_parameters(config, dim)
+    assert rope["rope_type"] == "llama3"
+    theirs = ROPE_INIT_FUNCTIONS["llama3"](hugging_face(dim, rope), torch.device("cpu"))
+    assert table(config, dim, torch.float32).equal(theirs[0])
+    assert config.magnitude() == theirs[1] == 1.0
+
+
+def test_llama3_keeps_divides_and_mixes() -> None:
+    config = Llama3.Config(base=500_000.0)
+    found, plain = table(config, 128), table(RoPE.Config(config.base), 128)
+    turns = 8192 * plain / (2 * torch.pi)
+    for band, factor in ((turns > 4, 1.0), (turns < 1, 0.125)):
+        assert band.any()
+        assert found[band].equal(plain[band] * factor)
+    between = (turns > 1) & (turns < 4)
+    share = (turns[between] - 1) / 3
+    assert share.numel() > 1
+    torch.testing.assert_close(found[between], plain[between] * (share + (1 - share) / 8))
+
+
 def test_the_shortest_yarn_divides_what_turns_too_rarely() -> None:
     """One step shorter, the first pair turns less than once and should be divided as well."""
     found, plain = table(YaRN.Config(factor=4.0, original_length=7), 16), table(RoPE.Config(), 16)
@@ -158,6 +190,7 @@ def test_yarn_scales_and_interpolates_the_extremes() -> None:
         PI.Config(),
         NTK.Config(),
         YaRN.Config(original_length=64),
+        Llama3.Config(original_length=64),
         RNoPE.Config(),
     ],
     ids=str,
@@ -373,6 +406,9 @@ def test_layers_share_a_table_only_when_it_is_the_same() -> None:
         (YaRN.Config(original_length=7), []),
         (YaRN.Config(original_length=12, beta_slow=2.0), ["original_length"]),
         (YaRN.Config(beta_slow=0.0), ["beta_slow"]),
+        (Llama3.Config(factor=0.5, original_length=0, low_freq_factor=0.0),
+         ["factor", "original_length", "low_freq_factor"]),
+        (Llama3.Config(low_freq_factor=4.0), ["high_freq_factor"]),
         (PI.Config(base=1.0, factor=0.5), ["base", "factor"]),
         (NTK.Config(factor=0.0), ["factor"]),
         (RNoPE.Config(every=1), ["every"]),
