@@ -1,4 +1,7 @@
-"""Loss, perplexity and bits per byte of a run or checkpoint on its validation data."""
+"""Loss, perplexity and bits per byte of a run or checkpoint on its validation data.
+
+Those of a diffusion model are upper bounds, and are marked so.
+"""
 
 import sys
 from pathlib import Path
@@ -9,6 +12,7 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 import argparse
 import json
 import os
+from collections.abc import Mapping
 
 from launch._command import Parser, report
 
@@ -31,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     add("source", type=Path, metavar="RUN|CHECKPOINT", help="a run folder, or a step_* folder")
     add("overrides", nargs="*", metavar="key=value", help="settings changed for the evaluation")
     add("--sequences", type=int, metavar="N", help="validation sequences (default: all)")
+    add("--draws", type=int, metavar="N", help="of noise per sequence, diffusion only (the run's)")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -45,10 +50,19 @@ def main(argv: list[str] | None = None) -> int:
         if options.json:
             print(json.dumps(figures))
         else:
-            for name, value in figures.items():
-                shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
-                print(f"{name:<20} {shown}")
+            print_figures(figures)
     return 0
+
+
+def print_figures(figures: Mapping[str, float | int]) -> None:
+    from pretrain.metrics import follows_bound
+
+    for name, value in figures.items():
+        if name == "bound":
+            continue
+        shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+        most = "at most " if figures["bound"] and follows_bound(f"eval/{name}") else ""
+        print(f"{name:<20} {most}{shown}")
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, float | int]:
@@ -66,11 +80,15 @@ def evaluate(options: argparse.Namespace) -> dict[str, float | int]:
     from pretrain.trained import find_checkpoint
     from pretrain.trainer import choose_device
 
-    if options.sequences is not None and options.sequences < 1:
-        raise ValueError(f"--sequences must be at least 1, given {options.sequences}")
+    for name in ("sequences", "draws"):
+        given = getattr(options, name)
+        if given is not None and given < 1:
+            raise ValueError(f"--{name} must be at least 1, given {given}")
     path = find_checkpoint(options.source)
-    limit = {} if options.sequences is None else {"sequences": options.sequences}
-    config = checkpoint_config(path, options.overrides, evaluation=limit or {"sequences": 10**12})
+    limits = {"sequences": options.sequences or 10**12}
+    if options.draws is not None:
+        limits["draws"] = options.draws
+    config = checkpoint_config(path, options.overrides, evaluation=limits)
     if not config.data.validation:
         raise ValueError(f"{path}: its run has no data.validation; give one as an override")
     device = choose_device(config)
@@ -97,7 +115,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, float | int]:
         if dist.is_initialized():
             dist.destroy_process_group()
     return {name.removeprefix("eval/"): value for name, value in figures.items()} | {
-        "tokens": tokens
+        "tokens": tokens,
+        "bound": objective.is_bound,
     }
 
 

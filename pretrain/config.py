@@ -21,6 +21,7 @@ from .health import HealthConfig
 from .metrics import MetricsConfig
 from .objectives.base import OBJECTIVES
 from .objectives.causal import Causal
+from .objectives.diffusion import DiffusionConfig
 from .optimizer_config import OptimizerConfig
 from .placement import placement_problems
 from .schedule import ScheduleConfig
@@ -181,9 +182,12 @@ class EvaluationConfig:
     sequences: int = field(
         default=256, metadata={"help": "validation sequences; fewer where the set is smaller"}
     )
+    draws: int = field(
+        default=1, metadata={"help": "of noise per validation sequence of a diffusion model"}
+    )
 
     def problems(self) -> Problems:
-        found = _positive(self, "sequences")
+        found = _positive(self, "sequences", "draws")
         return found if self.every >= 0 else [*found, ("every", f"is negative: {self.every}")]
 
 
@@ -285,6 +289,9 @@ class RunConfig:
             text = "is set but data.validation is empty: it would be ignored"
             text += "; unset it: evaluation=null"
             found.append(("evaluation", text))
+        if self.evaluation.draws != 1 and not isinstance(self.objective, DiffusionConfig):
+            text = f"must be 1, got {self.evaluation.draws}: this objective draws no noise"
+            found.append(("evaluation.draws", text))
         if self.data.samples == "packed" and getattr(self.objective, "documents", "") == "attend":
             found.append(
                 ("objective.documents", "must be mask with data.samples=packed: packed documents"

@@ -18,6 +18,7 @@ from parallel.stage import MicroBatch
 
 from .config import DataConfig, RunConfig, SourceConfig
 from .objectives.base import Objective
+from .sequence_losses import SEQUENCE
 
 
 def _sampler(data: DataConfig, source: SourceConfig, length: int, seed: int) -> Sampler:
@@ -50,6 +51,10 @@ class Batches:
 
     A step takes the next ``batch`` samples of the blend; rank r of R takes the r-th contiguous
     share of them, in micro-batches.
+
+    With ``sequences`` n: sample i is sequence i mod n of the blend as it is evaluated, i < n ·
+    ``draws``, with the noise of number i.  Behind these comes padding without a loss.  The row
+    field ``sequence`` tells i mod n, and n on padding.
     """
 
     def __init__(
@@ -60,12 +65,12 @@ class Batches:
         data_rank: int,
         data_size: int,
         device: torch.device,
-        end: int | None = None,
-        evaluation: bool = False,
+        sequences: int | None = None,
+        draws: int = 1,
     ) -> None:
         self.blend = blend
-        self.end = end
-        self.objective, self.evaluation = objective, evaluation
+        self.sequences, self.draws = sequences, draws
+        self.objective = objective
         self.micro_batch = micro_batch
         self.data_rank, self.data_size = data_rank, data_size
         self.device = device
@@ -81,16 +86,29 @@ class Batches:
         ]
 
     def _micro_batch(self, indices: range) -> MicroBatch:
-        samples = [self._sample(index) for index in indices]
+        numbers = [self._sequence(index) for index in indices]
+        samples = [self._sample(number) for number in numbers]
         tokens = torch.from_numpy(np.stack([sample.tokens for sample in samples]))
         documents = torch.from_numpy(np.stack([sample.documents for sample in samples]))
-        make = self.objective.evaluation_batch if self.evaluation else self.objective.micro_batch
-        batch = make(tokens, documents.long(), indices)
+        if self.sequences is None:
+            batch = self.objective.micro_batch(tokens, documents.long(), indices)
+        else:
+            batch = self.objective.evaluation_batch(tokens, documents.long(), indices)
+            views = len(batch.ids) // len(indices)
+            rows = torch.tensor(numbers).repeat_interleave(views)[:, None]
+            batch.fields[SEQUENCE] = rows.repeat(1, batch.ids.shape[1])
         return batch.map(lambda x: x.to(self.device, non_blocking=True))
 
-    def _sample(self, index: int) -> Sample:
-        if self.end is None or index < self.end:
-            return self.blend.sample(index)
+    def _sequence(self, index: int) -> int:
+        """Which sequence of the blend sample ``index`` is; one beyond the last for padding."""
+        if self.sequences is None:
+            return index
+        inside = index < self.sequences * self.draws
+        return index % self.sequences if inside else self.sequences
+
+    def _sample(self, number: int) -> Sample:
+        if self.sequences is None or number < self.sequences:
+            return self.blend.sample(number)
         like = self.blend.sample(0)
         return Sample(np.zeros_like(like.tokens), np.full_like(like.documents, -1))
 

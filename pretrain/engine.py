@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from models.config import ModelConfig
 from models.losses import Term
@@ -29,17 +30,19 @@ from parallel.stage import MicroBatch, ShardedWeights, Stage
 
 from .objectives.base import Objective
 from .placement import cost_table, plan_pipeline, rank_units, shared_hosts
+from .sequence_losses import BySequence
 
 
 @dataclass
 class StepResult:
     """losses: mean of each term over the global count.  total: the optimised scalar.  experts:
-    figures of expert layers."""
+    figures of expert layers.  sequences: of an evaluation, each one's primary loss summed."""
 
     losses: dict[str, float]
     total: float
     counts: dict[str, int]
     experts: dict[str, float] = field(default_factory=dict)
+    sequences: Tensor | None = None
 
 
 @dataclass
@@ -145,12 +148,7 @@ class Engine:
         ``record``: keep the times of its actions in ``recording``.
         """
         zero_gradients(self.model)
-        counts = objective.counts(batches)
-        if self.experts.all:
-            counts["tokens"] = sum(batch.ids.numel() for batch in batches)
-        counts = self.global_counts(counts)
-        if self.experts.all:
-            self.experts.begin_step(counts["tokens"])
+        counts = self._counts(batches, objective)
         terms = self._begin(batches, objective.terms(counts))
         executor = self.executor(len(batches))
         executor.record = record
@@ -169,12 +167,21 @@ class Engine:
         return result
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[MicroBatch], objective: Objective) -> StepResult:
-        """Losses of these batches; no gradient, no change of state."""
+    def evaluate(
+        self, batches: Sequence[MicroBatch], objective: Objective, sequences: int
+    ) -> StepResult:
+        """Losses of these batches, and of each of the ``sequences`` that their field of that name
+        numbers; no gradient, no change of state."""
         counts = self._counts(batches, objective)
-        terms = self._begin(batches, objective.evaluation_terms(counts))
+        sums = torch.zeros(sequences + 1, dtype=torch.float64, device=self.model.mesh.device)
+        terms: list[Term] = [
+            BySequence(term, sums) if term.name == objective.primary else term
+            for term in objective.evaluation_terms(counts)
+        ]
+        self._begin(batches, terms)
         self.executor(len(batches)).run_forward()
         result = self._result(counts, {term.name: term.normalizer for term in terms})
+        result.sequences = self.sum_over(("data", "pp"), sums[:-1])
         if self.experts.all:
             result.experts = self.experts.report().figures
         return result
@@ -188,10 +195,10 @@ class Engine:
         """What the losses of the global batch are divided by; expert layers are told."""
         counts = objective.counts(batches)
         if self.experts.all:
-            counts["tokens"] = sum(batch.ids.numel() for batch in batches)
+            counts["slots"] = sum(batch.ids.numel() for batch in batches)
         counts = self.global_counts(counts)
         if self.experts.all:
-            self.experts.begin_step(counts["tokens"])
+            self.experts.begin_step(counts["slots"])
         return counts
 
     def global_counts(self, counts: dict[str, int]) -> dict[str, int]:
@@ -203,6 +210,14 @@ class Engine:
         dist.all_reduce(values, group=group)
         return dict(zip(counts, values.tolist(), strict=True))
 
+    def sum_over(self, axes: Sequence[str], values: Tensor) -> Tensor:
+        """``values``, summed in place over the ranks of these axes."""
+        for axis in axes:
+            group = self.model.mesh.group(axis)
+            if group is not None:
+                dist.all_reduce(values, group=group)
+        return values
+
     def _result(self, counts: dict[str, int], normalizers: dict[str, float]) -> StepResult:
         """Loss sums live where the head is; every rank learns them."""
         mesh = self.model.mesh
@@ -213,11 +228,7 @@ class Engine:
                 none = torch.zeros_like(stage.total)  # a term of a depth whose head is elsewhere
                 values = [stage.total, *(stage.sums.get(name, none) for name in normalizers)]
                 packed += torch.stack([v.to(wide) for v in values])
-        for axis in ("data", "pp"):
-            group = mesh.group(axis)
-            if group is not None:
-                dist.all_reduce(packed, group=group)
-        total, *sums = packed.tolist()
+        total, *sums = self.sum_over(("data", "pp"), packed).tolist()
         losses = {
             name: value / normalizers[name] for name, value in zip(normalizers, sums, strict=True)
         }

@@ -31,6 +31,7 @@ METRICS = {
     "loss/router_z": "1",
     "loss/router_entropy": "nats/token",
     "eval/loss": "nats/token",
+    "eval/standard_error": "nats/token",
     "eval/perplexity": "1",
     "eval/bits_per_byte": "bits/byte",
     "eval/sequences": "sequences",
@@ -91,6 +92,14 @@ def unit_of(key: str) -> str | None:
         ):
             return unit
     return None
+
+
+def follows_bound(key: str) -> bool:
+    """Whether a figure is only bounded from above where the objective only bounds the loss."""
+    group, *_, name = key.split("/")
+    if group == "eval":
+        return name in ("loss", "perplexity", "bits_per_byte")
+    return key in ("loss/train", "loss/ema")
 
 
 @dataclass(frozen=True)

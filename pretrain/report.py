@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.metrics import METRICS, unit_of
+from pretrain.metrics import METRICS, follows_bound, unit_of
 from pretrain.run_folder import RunFolder, read_metrics, write_atomic
 
 if TYPE_CHECKING:
@@ -165,7 +165,8 @@ def _draw_losses(
         name = f"validation ({coverage})" if coverage else "validation"
         (line,) = axes.plot(steps, checks, "o-", color=_EVAL, linewidth=1, label=name)
         line.set(markersize=5.5, markeredgecolor="white", zorder=4, clip_on=False)
-        labels.append((checks[-1], f"validation: {checks[-1]:.3f}", _EVAL))
+        most = "at most " if rows[-1].get("loss_is_bound") else ""
+        labels.append((checks[-1], f"validation: {most}{checks[-1]:.3f}", _EVAL))
     findings = [row for row in rows if "health/first_sample" in row]
     steps, losses = _series(findings, "loss/train", scale)
     if steps:
@@ -299,10 +300,12 @@ def _figures(rows: Sequence[Mapping[str, Any]], references: Mapping[str, float])
             group, slash, _ = key.partition("/")
             if slash and group in _GROUPS and key != "time/eta_seconds":
                 final[key] = (row["step"], value)
-    cells = [
-        (key, *_readable(value, unit_of(key) or ""), f"step {step:,}")
-        for key, (step, value) in sorted(final.items(), key=lambda item: _order(item[0]))
-    ]
+    bound = bool(rows[-1].get("loss_is_bound"))
+    cells = []
+    for key, (step, value) in sorted(final.items(), key=lambda item: _order(item[0])):
+        shown, unit = _readable(value, unit_of(key) or "")
+        most = "at most " if bound and follows_bound(key) else ""
+        cells.append((key, most + shown, unit, f"step {step:,}"))
     after = sum(key.startswith(("loss/", "eval/")) for key, *_ in cells)
     cells[after:after] = [
         (label, *_readable(value, "bits/byte"), "reference") for label, value in references.items()
@@ -312,7 +315,7 @@ def _figures(rows: Sequence[Mapping[str, Any]], references: Mapping[str, float])
         f"<td class=u>{origin}</td></tr>"
         for key, value, unit, origin in cells
     )
-    note = "<p class=status>Losses are upper bounds.</p>" if rows[-1].get("loss_is_bound") else ""
+    note = "<p class=status>Losses are upper bounds.</p>" if bound else ""
     return f"<section><h2>Final figures</h2>{note}<table>{lines}</table></section>"
 
 

@@ -11,7 +11,15 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pretrain.health import Decision, HealthLog
-from pretrain.metrics import LEGEND, METRICS, MetricLogger, MetricsConfig, format_step, unit_of
+from pretrain.metrics import (
+    LEGEND,
+    METRICS,
+    MetricLogger,
+    MetricsConfig,
+    follows_bound,
+    format_step,
+    unit_of,
+)
 from pretrain.run_folder import RunFolder, read_jsonl, read_metrics
 from pretrain.throughput import Throughput, memory_report
 
@@ -403,6 +411,13 @@ def test_bounds_are_marked_in_every_row(folder) -> None:
     log.close()
     assert all(row["loss_is_bound"] is True for row in read_jsonl(folder.metrics))
     assert "eval (bounds)" in log.stream.getvalue()
+
+
+def test_what_only_a_bound_is_known_of() -> None:
+    assert {key for key in METRICS if follows_bound(key)} == {
+        "loss/train", "loss/ema", "eval/loss", "eval/perplexity", "eval/bits_per_byte",
+        "eval/<set>/loss", "eval/<set>/perplexity", "eval/<set>/bits_per_byte",
+    }  # fmt: skip
 
 
 def documented() -> dict[str, str]:

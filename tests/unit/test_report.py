@@ -88,6 +88,7 @@ def test_figure_in_nats_where_the_bytes_are_unknown(folder) -> None:
     rows = [{**row, "loss_is_bound": True} for row in read_metrics(folder.metrics)]
     losses = loss_figure(rows, title="tiny").axes[0]
     assert losses.get_ylabel() == "loss (upper bound), nats/token"
+    assert any(text.get_text() == "validation: at most 2.500" for text in losses.texts)
     lines = {line.get_label(): line for line in losses.get_lines()}
     assert list(lines["validation"].get_ydata()) == [2.5, 2.5]
 
