@@ -297,7 +297,12 @@ class RunConfig:
                 ("objective.documents", "must be mask with data.samples=packed: packed documents"
                  " are unrelated")
             )  # fmt: skip
-        for path, message in self.objective.model_problems(self.model):
+        unfit = self.objective.model_problems(self.model)
+        if not self.training.problems():
+            unfit += self.objective.training_problems(
+                self.training.sequence_length, self.training.batch
+            )
+        for path, message in unfit:
             found.append((f"objective.{path}", message))
         length = self.training.sequence_length
         if 0 < length <= self.model.mtp.depth:

@@ -1,5 +1,6 @@
 """Training objectives, one file each; importing the package registers them all."""
 
+from . import block as block
 from . import causal as causal
 from . import masked as masked
 from . import perturbed as perturbed

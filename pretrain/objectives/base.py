@@ -18,10 +18,11 @@ OBJECTIVES = Registry("objective")
 
 class Objective(Protocol):
     """Registered class built as ``Objective(config, model, seed, batch)``, where ``batch`` is the
-    number of samples per step.  Its config tells with ``model_problems(model)``, like
-    ``problems()``, what does not go with a model, and what the model sees per sample of a training
-    step: ``views`` sequences, each of ``canvas`` times as many slots as a sample has tokens, of
-    which the share ``judged`` needs logits on average.
+    number of samples per step.  Its config tells, like ``problems()``, what does not go with a
+    model: ``model_problems(model)``, and with ``training_problems(sequence_length, batch)``.  It
+    tells what the model sees per sample of a training step: ``views`` sequences, each of ``canvas``
+    times as many slots as a sample has tokens, of which the share ``judged`` needs logits on
+    average.
 
     ``primary`` names the term whose mean is *the* loss of a run, in nats per counted token;
     ``is_bound`` says that it only bounds the likelihood.

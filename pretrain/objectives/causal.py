@@ -96,6 +96,10 @@ class Causal:
                 if not model.mtp.depth and getattr(self, name) != getattr(type(self), name)
             ]
 
+        def training_problems(self, sequence_length: int, batch: int) -> list[tuple[str, str]]:
+            """What does not go with the length of sequences and their number per step."""
+            return []
+
     def __init__(
         self, config: Config, model: ModelConfig | None = None, seed: int = 0, batch: int = 1
     ) -> None:

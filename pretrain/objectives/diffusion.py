@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from models.config import ModelConfig
 from models.losses import IGNORE
+from models.positions import position_name
 from parallel.stage import MicroBatch
 
 from .base import count_labels
@@ -33,7 +35,10 @@ EVALUATION_STRATA = 64
 """So many evaluation samples in a row share one set of strata, however they are batched."""
 
 
-def alpha(time: Tensor) -> Tensor:
+T = TypeVar("T", Tensor, np.ndarray)
+
+
+def alpha(time: T) -> T:
     return 1 - (1 - EPSILON) * time
 
 
@@ -68,10 +73,21 @@ class DiffusionConfig:
             found.append(("type", text))
         return found
 
+    def training_problems(self, sequence_length: int, batch: int) -> list[tuple[str, str]]:
+        """What does not go with the length of sequences and their number per step."""
+        return []
+
     def needs_mask_token(self, model: ModelConfig) -> list[tuple[str, str]]:
         if model.mask_token:
             return []
         return [("type", "replaces tokens by a mask token: set model.mask_token=true")]
+
+    def needs_positions(self, model: ModelConfig) -> list[tuple[str, str]]:
+        if position_name(model.position) != "nope":
+            return []
+        return [
+            ("type", "needs to tell masked tokens apart: model.position=nope tells no position")
+        ]
 
 
 @dataclass

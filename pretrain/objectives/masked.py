@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from models.config import ModelConfig
 from models.losses import IGNORE, CrossEntropy, Term
@@ -56,13 +57,7 @@ class Masked(Diffusion):
         self, windows: Windows, sample_indices: Sequence[int], noise: SampleNoise
     ) -> MicroBatch:
         tokens = windows.tokens
-        masked = torch.zeros_like(windows.real)
-        weights = torch.zeros(tokens.shape, dtype=torch.float64)
-        for row, index in enumerate(sample_indices):
-            real = windows.real[row].numpy()
-            hidden, weight = self._draw(noise, index, int(real.sum()))
-            masked[row, windows.real[row]] = torch.from_numpy(hidden)
-            weights[row] = weight
+        masked, weights = self.hide(windows, sample_indices, noise)
         return MicroBatch(
             tokens.masked_fill(masked, self.model.mask_id),
             {
@@ -74,16 +69,39 @@ class Masked(Diffusion):
             windows.documents,
         )
 
-    def _draw(self, noise: SampleNoise, index: int, count: int) -> tuple[np.ndarray, float]:
-        """Which of ``count`` tokens are masked, and the weight of each of them."""
-        first, *each = noise.uniform(index, count + 1).tolist()
-        level = noise.stratified(index, first)
-        order = np.asarray(each)
+    def hide(
+        self, windows: Windows, sample_indices: Sequence[int], noise: SampleNoise, blocks: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Which tokens are masked, bool [B, S], and what the loss of one weighs, float64 [B, S].
+        Each of so many ``blocks`` of a sequence has a time, or a number of masks, of its own."""
+        masked = np.zeros(windows.real.shape, dtype=bool)
+        weights = np.zeros(windows.real.shape)
+        every = np.arange(blocks)
+        for row, index in enumerate(sample_indices):
+            uniform = noise.uniform(index, blocks + windows.real.shape[1])
+            level = noise.stratified(index, uniform[:blocks], blocks, every)
+            order = uniform[blocks:].reshape(blocks, -1)
+            real = windows.real[row].numpy().reshape(blocks, -1)
+            chosen, weight = self._draw(self.level(level, noise), order, real)
+            masked[row], weights[row] = chosen.ravel(), weight.repeat(order.shape[1])
+        return torch.from_numpy(masked), torch.from_numpy(weights)
+
+    def level(self, uniform: np.ndarray, noise: SampleNoise) -> np.ndarray:
+        """How noisy a sequence or block is, from 0 to 1, for numbers spread evenly over (0, 1)."""
+        return uniform
+
+    def _draw(
+        self, level: np.ndarray, order: np.ndarray, real: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Which tokens of each block are masked [blocks, n], and their weight [blocks].  order:
+        random numbers of the tokens [blocks, n].  real: which of them there are [blocks, n]."""
         if self.config.estimator == "time":
             time = EPSILON + (1 - EPSILON) * level
-            return order < 1 - float(alpha(torch.tensor(time, dtype=torch.float64))), 1 / time
-        masks = min(int(level * count) + 1, count)
-        return order.argsort().argsort() < masks, count / max(masks, 1)
+            return (order < (1 - alpha(time))[:, None]) & real, 1 / time
+        count = real.sum(1)
+        masks = np.minimum((level * count).astype(np.int64) + 1, count)
+        place = np.where(real, order, 1.0).argsort(1).argsort(1)
+        return place < masks[:, None], count / np.maximum(masks, 1)
 
     def terms(self, counts: dict[str, int]) -> list[Term]:
         bound = self._bound(counts)

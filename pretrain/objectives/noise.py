@@ -6,11 +6,14 @@ is divided among ranks and micro-batches, and after a resume.
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import numpy as np
 
 from data_tools.blend import permute
 from models.initialize import parameter_key
 
+U = TypeVar("U", float, np.ndarray)
 _SPACE = 1 << 128  # counters of one sample
 
 
@@ -31,11 +34,11 @@ class SampleNoise:
         """float64 [count] in (0, 1), 52 random bits, never 0 or 1."""
         return ((self.bits(index, count) >> np.uint64(12)) + 0.5) * 2.0**-52
 
-    def stratified(self, index: int, uniform: float, parts: int = 1, part: int = 0) -> float:
+    def stratified(self, index: int, uniform: U, parts: int = 1, part: Any = 0) -> U:
         """``uniform`` moved into the stratum of sample ``index``: the samples of a step, each of
         which has so many ``parts``, fall into the equal parts of (0, 1) once each, in an order of
-        their own in every step."""
+        their own in every step.  Numbers, or arrays of equally many ``uniform`` and ``part``."""
         step, place = divmod(index, self.batch)
         strata = self.batch * parts
-        stratum = permute(place * parts + part, strata, (self.key, step))
-        return (int(stratum) + uniform) / strata
+        stratum: Any = permute(place * parts + part, strata, (self.key, step))
+        return (stratum + uniform) / strata

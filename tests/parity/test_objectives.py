@@ -9,6 +9,7 @@ import pytest
 
 from models.token_weighting import TokenWeighting
 from parallel.mesh import ParallelConfig, PipelineConfig
+from pretrain.objectives.block import Block
 from pretrain.objectives.causal import Causal
 from pretrain.objectives.masked import Masked
 from pretrain.objectives.perturbed import Perturbed
@@ -51,6 +52,10 @@ DIFFUSION: dict[str, Any] = {
     "masked": Masked.Config(),
     "masked-flat-in-documents": Masked.Config(
         weighting="flat", estimator="count", documents="mask"
+    ),
+    "block": Block.Config(block_size=4),
+    "block-clip-in-documents": Block.Config(
+        block_size=2, estimator="count", clip=(0.2, 0.9), documents="mask"
     ),
 }
 MASKED = replace(SMALL, mask_token=True)
