@@ -4,3 +4,4 @@ from . import block as block
 from . import causal as causal
 from . import masked as masked
 from . import perturbed as perturbed
+from . import uniform as uniform

@@ -13,6 +13,7 @@ from pretrain.objectives.block import Block
 from pretrain.objectives.causal import Causal
 from pretrain.objectives.masked import Masked
 from pretrain.objectives.perturbed import Perturbed
+from pretrain.objectives.uniform import Uniform
 from tests.parity.harness import (
     SMALL,
     Case,
@@ -57,6 +58,8 @@ DIFFUSION: dict[str, Any] = {
     "block-clip-in-documents": Block.Config(
         block_size=2, estimator="count", clip=(0.2, 0.9), documents="mask"
     ),
+    "uniform": Uniform.Config(),
+    "uniform-clipped-in-documents": Uniform.Config(clip=3.0, documents="mask"),
 }
 MASKED = replace(SMALL, mask_token=True)
 

@@ -1,0 +1,108 @@
+"""Uniform-state diffusion: tokens are replaced by others, and every one may be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from models.config import ModelConfig
+from models.losses import IGNORE, CrossEntropy, Term
+from models.uniform_state import UniformState
+from parallel.stage import MicroBatch
+
+from .base import OBJECTIVES
+from .diffusion import EPSILON, Diffusion, DiffusionConfig, Windows
+from .noise import SampleNoise
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """A noised sequence of n tokens.  ids: int64 [n].  alpha: of its time; rate: −α'/α there."""
+
+    ids: np.ndarray
+    alpha: float
+    rate: float
+
+
+@OBJECTIVES.register("uniform")
+class Uniform(Diffusion):
+    """UDLM and Duo (Schiff et al. 2024, arXiv 2412.10193; Sahoo et al. 2025, arXiv 2506.10892):
+    each token is replaced, with chance 1 − α(t), by a uniform draw from the K that the model can
+    predict, which may be the token itself.  The loss is the bound in continuous time that
+    ``models/uniform_state.py`` has, per token, noised or not, with t spread evenly over the global
+    batch.  What minimises it is p(x[i] | all z but z[i]): a model sees z[i] and must look away.
+
+    The model is told σ = −log α of every slot, and may use it or not.  ``denoising`` is the cross-
+    entropy of x, for information.
+
+    Rows are rare and dear at both ends of time: a replaced token near t = 0 counts 1/t times the
+    cross-entropy of x, one that is still itself near t = 1 up to 1/α nats.  ``clip`` bounds what a
+    row counts in training; the NELBO is reported beside it, and evaluation knows no clip.
+    """
+
+    @dataclass(frozen=True)
+    class Config(DiffusionConfig):
+        clip: float | None = field(
+            default=None, metadata={"help": "nats that a token counts at most in training"}
+        )
+
+        def problems(self) -> list[tuple[str, str]]:
+            if self.clip is not None and not self.clip > 0:
+                return [("clip", f"must be positive, got {self.clip}")]
+            return []
+
+        def model_problems(self, model: ModelConfig) -> list[tuple[str, str]]:
+            found = super().model_problems(model)
+            if model.predicted_vocab_size < 2:
+                text = "replaces tokens by others: the vocabulary needs two that can be predicted"
+                found.append(("type", text))
+            return found
+
+    config: Config
+
+    def noised(
+        self, windows: Windows, sample_indices: Sequence[int], noise: SampleNoise
+    ) -> MicroBatch:
+        ids = windows.tokens.clone()
+        times: list[tuple[float, float]] = []
+        for row, index in enumerate(sample_indices):
+            real = windows.real[row]
+            found = self._replaced(noise, index, windows.tokens[row, real].numpy())
+            ids[row, real] = torch.from_numpy(found.ids)
+            times.append((found.alpha, found.rate))
+        alpha, rate = torch.tensor(times, dtype=torch.float64).T[:, :, None].expand(2, *ids.shape)
+        fields = {
+            "targets": windows.tokens.masked_fill(~windows.real, IGNORE),
+            "noisy": ids,
+            "odds": alpha / (1 - alpha),
+            "rate": rate.contiguous(),
+        }
+        return MicroBatch(ids, fields, "bidirectional", windows.documents, noise=-alpha.log())
+
+    def _replaced(self, noise: SampleNoise, index: int, tokens: np.ndarray) -> Corruption:
+        first, *each = noise.uniform(index, 1 + len(tokens)).tolist()
+        time = EPSILON + (1 - EPSILON) * noise.stratified(index, first)
+        gone = (1 - EPSILON) * time
+        # a number below the chance of a replacement is, divided by it, uniform again
+        drawn, classes = np.asarray(each) / gone, self.model.predicted_vocab_size
+        other = np.minimum(drawn * classes, classes - 1).astype(np.int64)
+        ids = np.where(drawn < 1, other, tokens)
+        return Corruption(ids, 1 - gone, (1 - EPSILON) / (1 - gone))
+
+    def terms(self, counts: dict[str, int]) -> list[Term]:
+        bound, clip = self._bound(counts), self.config.clip
+        count = bound.normalizer
+        denoising = CrossEntropy(count, weight=0.0, name="denoising", labels="targets")
+        if clip is None:
+            return [bound, denoising]
+        return [UniformState(count, weight=0.0), UniformState(count, name="clipped", clip=clip),
+                denoising]  # fmt: skip
+
+    def evaluation_terms(self, counts: dict[str, int]) -> list[Term]:
+        return [self._bound(counts)]
+
+    def _bound(self, counts: dict[str, int]) -> UniformState:
+        return UniformState(float(max(counts["tokens"], 1)), name=self.primary)
