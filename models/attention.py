@@ -55,7 +55,8 @@ class SequenceContext:
     positions: int64 [S] or [B, S].  documents: int64 [B, S], or None when every token of a
     sequence may see the others; tokens attend only within equal document numbers.  keys: the
     number of keys when a decoding ``store`` holds earlier ones.  noise: how much noise is in each
-    token of a diffusion model that is told so, σ = −log α in at least fp32, [B, S]; None for none.
+    token of a diffusion model that is told so, σ = −log α in at least fp32, [B, S], or [B, 1] where
+    it is the same all along a sequence (which costs much less); None for none.
     ``cache`` keeps tables and masks for the duration of one forward pass.
     """
 

@@ -66,6 +66,11 @@ class Block(nn.Module):
         """Linear maps (their last name) whose initial weights are divided by a factor."""
         return dict.fromkeys(OUTPUTS, math.sqrt(2 * layers))
 
+    @classmethod
+    def last_norm(cls, config: Any, norm: nn.Module, dim: int) -> nn.Module:
+        """What is behind the last block, made of the model's norm."""
+        return norm
+
     def forward(self, x: Tensor, context: SequenceContext) -> Tensor:
         raise NotImplementedError
 

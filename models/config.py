@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from .attention import AttentionConfig
 from .blocks import BLOCKS, MixNormBlock, PreNormBlock, block_class
+from .conditioned import AdaLNBlock as AdaLNBlock  # registers itself
 from .experts import MoE as MoE  # registers itself
 from .feedforward import FEEDFORWARDS, SwiGLU
 from .mtp import MTPConfig
@@ -32,6 +33,9 @@ class InitConfig:
     output_gain: float | None = field(
         default=None,
         metadata={"help": "factor on the std of o_proj and down_proj; null for the block's own"},
+    )
+    zero_head: bool = field(
+        default=False, metadata={"help": "the output head starts at zero: all ids equally likely"}
     )
 
     def problems(self) -> list[tuple[str, str]]:
@@ -121,6 +125,9 @@ class ModelConfig:
             found.append(("vocab_size", "1 is a mask token alone: nothing can be predicted"))
         if self.logit_softcap is not None and self.logit_softcap <= 0:
             found.append(("logit_softcap", f"must be positive, got {self.logit_softcap}"))
+        if self.init.zero_head and self.tie_embeddings:
+            text = "is set but tie_embeddings=true: the embedding must not start at zero"
+            found.append(("init.zero_head", text))
         if self.mtp.depth and self.mtp.kind == "parallel" and self.layers == 1:
             found.append(("mtp.kind", "parallel needs a trunk below the last block: layers >= 2"))
         block = BLOCKS.name_of(type(self.block))

@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .collectives import axis
 from .linear import Linear
 from .registry import Registry
 
@@ -67,19 +69,35 @@ class GeGLU(SwiGLU):
 
 @FEEDFORWARDS.register("gelu")
 class GELU(nn.Module):
-    """W_down GELU(W_up x) with the exact GELU  (Hendrycks & Gimpel 2016, arXiv 1606.08415)."""
+    """W_down GELU(W_up x + b) + c  (Hendrycks & Gimpel 2016, arXiv 1606.08415): the exact GELU and
+    no biases, or as asked."""
 
-    plan: ClassVar[dict[str, str]] = {"up_proj.weight": "column", "down_proj.weight": "row"}
+    plan: ClassVar[dict[str, str]] = {
+        "up_proj.weight": "column",
+        "up_proj.bias": "column",
+        "down_proj.weight": "row",
+        "down_bias": "replicated",
+    }
     region: ClassVar[bool] = True
 
     @dataclass(frozen=True)
     class Config(SwiGLU.Config):
-        pass
+        bias: bool = field(default=False, metadata={"help": "learn additive terms"})
+        tanh: bool = field(default=False, metadata={"help": "the tanh form of GELU"})
 
     def __init__(self, config: Config, dim: int, layer: int = 0, layers: int = 1) -> None:
         super().__init__()
-        self.up_proj = Linear(dim, config.hidden)
+        self.approximate = "tanh" if config.tanh else "none"
+        self.up_proj = Linear(dim, config.hidden, config.bias)
         self.down_proj = Linear(config.hidden, dim)
+        # Not down_proj's own: the ranks' outputs are summed, and one of them adds it.
+        self.down_bias = nn.Parameter(torch.empty(dim)) if config.bias else None
+
+    def initial(self, key: str) -> float:
+        return 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.up_proj(x)))
+        out = self.down_proj(F.gelu(self.up_proj(x), approximate=self.approximate))
+        if self.down_bias is None:
+            return out
+        return out + self.down_bias.to(out.dtype) * (axis("tp").rank == 0)

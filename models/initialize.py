@@ -138,7 +138,7 @@ def initialize_(
             copy_block(out, declared, offsets)
         elif declared is not None:
             out.fill_(declared)
-        elif name.endswith(".bias"):
+        elif name.endswith(".bias") or (name == "head.weight" and config.init.zero_head):
             out.zero_()
         elif len(shape) == 1:
             out.fill_(1.0)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .attention import Attention, AttentionBackend, SequenceContext
 from .blocks import BLOCKS, Block, block_class
 from .collectives import axis
+from .conditioned import ModulatedNorm
 from .config import ModelConfig
 from .feedforward import FEEDFORWARDS
 from .linear import accumulation_dtype
@@ -174,6 +175,20 @@ def build_norm(
     return make_norm(config.norm, config.hidden if dim is None else dim, site)
 
 
+def build_last_norm(config: ModelConfig, layer: int | None = None) -> nn.Module:
+    """The norm behind block ``layer``, which a head reads."""
+    norm = build_norm(config, "final", layer)
+    return block_class(config.block).last_norm(config.block, norm, config.hidden)
+
+
+def normed(norm: nn.Module | None, x: Tensor, context: SequenceContext) -> Tensor:
+    """The output of a last norm, if there is one."""
+    if norm is None:
+        return x
+    out: Tensor = norm(x, context) if isinstance(norm, ModulatedNorm) else norm(x)
+    return out
+
+
 def build_block(config: ModelConfig, layer: int, backend: AttentionBackend) -> Block:
     """The block with global index ``layer``; one behind the trunk counts on from there, while the
     model's depth stays ``config.layers``."""
@@ -239,14 +254,14 @@ class Transformer(nn.Module):
             }
         )
         wants_norm = block_class(config.block).final_norm
-        normed = "final_norm" in present and wants_norm
-        self.final_norm = build_norm(config, "final") if normed else None
+        has_norm = "final_norm" in present and wants_norm
+        self.final_norm = build_last_norm(config) if has_norm else None
         self.mtp = nn.ModuleDict(
             {str(depth): build_mtp(config, depth, attention_backend) for depth in depths}
         )
         self.mtp_norms = nn.ModuleDict(
             {
-                str(depth): build_norm(config, "final", config.layers + depth)
+                str(depth): build_last_norm(config, config.layers + depth)
                 for depth in config.mtp.modules
                 if f"mtp_norms.{depth}" in present and wants_norm
             }
@@ -262,9 +277,7 @@ class Transformer(nn.Module):
             x = self.embedding(x)
         for block in self.blocks.values():
             x = block(x, context)
-        if self.final_norm is not None:
-            x = self.final_norm(x)
-        return x
+        return normed(self.final_norm, x, context)
 
     def run_unit(
         self, name: str, x: Tensor | None, ids: Tensor, context: SequenceContext
@@ -282,10 +295,10 @@ class Transformer(nn.Module):
         assert x is not None, f"unit {name} reads a hidden state"
         part, _, index = module_name(self.config, name).partition(".")
         if part == "final_norm":
-            return x if self.final_norm is None else self.final_norm(x)
+            return normed(self.final_norm, x, context)
         modules: nn.ModuleDict = getattr(self, part)
         if part == "mtp_norms":
-            return modules[index](x) if index in modules else x
+            return normed(modules[index], x, context) if index in modules else x
         module = modules[index]
         if not isinstance(module, MTPBlock):
             return module(x, context)

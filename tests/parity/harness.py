@@ -50,6 +50,7 @@ class Case:
     objective: Any = Causal.Config(z_loss=1e-3)
     micro_batches: int = 1  # per data rank
     sequences: int = 12  # in the global batch
+    noise: bool = False  # a level of its own in every slot
     dtype: torch.dtype = torch.float64
     compute_dtype: torch.dtype | None = None
     compile: bool = False
@@ -75,6 +76,12 @@ def kept_labels(case: Case, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(2000 + step)
     keep = torch.arange(case.sequences)[:, None] / case.sequences
     return torch.rand((case.sequences, SEQUENCE), generator=generator) < keep
+
+
+def noise_levels(case: Case, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3000 + step)
+    shape = (case.sequences, SEQUENCE)
+    return 5 * torch.rand(shape, generator=generator, dtype=case.dtype)
 
 
 def micro_batches(case: Case, engine: Engine, step: int = 0) -> list[Any]:
@@ -104,6 +111,8 @@ def micro_batches_of(case: Case, step: int, data_rank: int, data_size: int) -> l
         for name, value in batch.fields.items():
             if name.startswith("labels") and dropped.any():
                 batch.fields[name] = value.masked_fill(dropped, IGNORE)
+        if case.noise:
+            batch.noise = noise_levels(case, step)[span].repeat(views, 1)
         result.append(batch)
     return result
 
@@ -116,9 +125,9 @@ def options_of(case: Case) -> BuildOptions:
 
 def enlarge(model: ParallelModel) -> None:
     """Larger weights than the default: gradients of every parameter must be far from rounding.
-    What positions learn starts at 0, where mistakes cancel."""
+    What positions, modulations and biases learn starts at 0, where mistakes cancel."""
     for name, parameter in model.named_parameters():
-        if ".position." in name:
+        if ".position." in name or ".modulation." in name or name.endswith("bias"):
             offsets, shape = shard_offsets(model, name, parameter), model.plans[name].shape
             normal_(local_tensor(parameter), 1, name, offsets, shape, 0.2)
         elif parameter.dim() > 1 and "embedding" not in name and "head" not in name:

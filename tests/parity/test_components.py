@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from models.blocks import PeriNormBlock, ReorderedNormBlock, SpanNormBlock
+from models.conditioned import AdaLNBlock
 from models.config import InitConfig, ModelConfig
+from models.feedforward import GELU
 from models.mtp import MTPConfig
 from models.norms import BHyT, RMSNorm
 from models.positions import AdaRoPE
@@ -54,6 +56,8 @@ def component_cases() -> dict[str, ModelConfig]:
         "peri-embedding": replace(SMALL, block=PeriNormBlock.Config(embedding_norm=True)),
         "lns-mtp": replace(chosen(SMALL, block="lns"), mtp=MTPConfig(2)),
         "hybrid_star-mtp": replace(chosen(SMALL, block="hybrid_star"), mtp=MTPConfig(2)),
+        "adaln-mtp": replace(chosen(SMALL, block="adaln"), mtp=MTPConfig(1)),
+        "gelu-bias": replace(SMALL, feedforward=GELU.Config(hidden=20, bias=True, tanh=True)),
     }
 
 
@@ -65,7 +69,13 @@ def pair_cases() -> dict[str, ModelConfig]:
 def cases(layout: str, models: dict[str, ModelConfig]) -> dict[str, Case]:
     world, micro_batches, parallel = LAYOUTS[layout]
     return {
-        name: Case(world=world, micro_batches=micro_batches, parallel=parallel, model=model)
+        name: Case(
+            world=world,
+            micro_batches=micro_batches,
+            parallel=parallel,
+            model=model,
+            noise=isinstance(model.block, AdaLNBlock.Config),
+        )
         for name, model in models.items()
     }
 

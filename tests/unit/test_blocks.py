@@ -20,6 +20,7 @@ from models.declarations import named_state
 from models.feedforward import SwiGLU
 from models.mtp import MTPConfig
 from models.norms import NORMS, AttentionVariance, BHyT, LayerNorm, RMSNorm
+from models.shared import shared_modules
 from models.transformer import Transformer, build_block
 from parallel.apply import apply_recompute
 from tests.components import chosen, legal_pairs
@@ -37,11 +38,15 @@ LENGTH = 5
 def build(name: str, layer: int = 1, config: ModelConfig = CONFIG, **options: Any) -> Any:
     """A float64 block of random weights, gains included."""
     block_config = BLOCKS.config_class(name)(**options)
-    block = build_block(replace(config, block=block_config), layer, "auto").double()
+    block = build_block(replace(config, block=block_config), layer, "auto")
+    block.add_module("shared", shared_modules(block))
+    block.double()
     for index, (key, parameter) in enumerate(block.named_parameters()):
         g = torch.Generator().manual_seed(index)
         value = torch.randn(parameter.shape, generator=g, dtype=torch.float64)
         parameter.data = value + 1.5 if key.endswith("norm.weight") else value
+        if key.startswith(("shared", "modulation")):
+            parameter.data *= 0.1
         if key.endswith(".alpha"):
             parameter.data.fill_(0.1)  # no output is near its bound
     for _, state in named_state(block):
@@ -133,6 +138,17 @@ def hybrid(b: Any, x: Tensor, a: Layer, f: Layer) -> Tensor:
     return z + f(z)
 
 
+def adaln(b: Any, x: Tensor, a: Layer, f: Layer) -> Tensor:
+    """Without noise σ is 0, of whose sinusoids one half is 1 and the other 0."""
+    first, second = b.shared["noise"].first, b.shared["noise"].second
+    c = first[:, :128].sum(1) + b.shared["noise"].first_bias
+    c = second @ (c / (1 + (-c).exp())) + b.shared["noise"].second_bias
+    c = b.modulation.weight @ (c / (1 + (-c).exp())) + b.modulation.bias
+    shift, scale, gate, shift2, scale2, gate2 = c.view(6, -1)
+    y = x + gate * a(rms(x, b.attention_norm) * (1 + scale) + shift)
+    return y + gate2 * f(rms(y, b.feedforward_norm) * (1 + scale2) + shift2)
+
+
 FORMULAS: list[tuple[str, int, dict[str, Any], Callable[..., Tensor]]] = [
     ("pre", 1, {}, pre),
     ("post", 1, {}, post),
@@ -154,6 +170,7 @@ FORMULAS: list[tuple[str, int, dict[str, Any], Callable[..., Tensor]]] = [
     ("mixln", 0, {"post_fraction": 0.34}, post),
     ("mixln", 1, {"post_fraction": 0.34}, pre),
     ("mixln", 0, {"post_fraction": 0.33}, pre),
+    ("adaln", 1, {"condition_dim": 7}, adaln),
 ]
 
 
@@ -494,7 +511,7 @@ def test_final_norm_only_where_the_output_is_not_normalised(name: str) -> None:
     wanted = name not in NORMALISED
     assert (model.final_norm is not None) == wanted
     names = {key for key, _ in model.named_parameters()}
-    assert ("final_norm.weight" in names) == wanted
+    assert any(key.startswith("final_norm.") for key in names) == wanted
 
 
 def test_blocks_behind_the_trunk_count_on_and_are_not_counted() -> None:

@@ -193,6 +193,7 @@ def test_residual_outputs_shrink_with_depth() -> None:
         ("peri", "", 1.0),
         ("reordered", "", 1.0),
         ("keel", "", 1.0),
+        ("adaln", "", 1.0),
     ],
 )
 def test_what_each_placement_shrinks(block: str, shrunk: str, factor: float) -> None:
