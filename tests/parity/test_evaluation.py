@@ -31,6 +31,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 DIFFUSION: dict[str, dict[str, Any]] = {
     "masked": {"type": "masked"},
     "masked-count": {"type": "masked", "estimator": "count", "documents": "mask"},
+    "uniform": {"type": "uniform", "clip": 3.0},
+    "block": {"type": "block", "block_size": 8},
 }
 
 
