@@ -12,7 +12,7 @@ from .experts import MoE as MoE  # registers itself
 from .feedforward import FEEDFORWARDS, SwiGLU
 from .mtp import MTPConfig
 from .norms import NORMS, BHyT, BHyTExact, DyT, LayerNorm, RMSNorm, norm_class
-from .positions import POSITIONS, RoPE
+from .positions import POSITIONS, AdaRoPE, PartialRoPE, RoPE
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,21 @@ class ModelConfig:
         if self.mtp.input == "norm" and not block_class(self.block).final_norm:
             text = f"norm is set but block={block} has no final norm: it would be ignored"
             found.append(("mtp.input", text))
-        return found + self._norm_problems(block)
+        if isinstance(self.feedforward, MoE.Config):
+            wrong = self.feedforward.problems_with(self.layers)
+            found += [(f"feedforward.{path}", text) for path, text in wrong]
+        return found + self._position_problems() + self._norm_problems(block)
+
+    def _position_problems(self) -> list[tuple[str, str]]:
+        """What does not go with the width of the heads."""
+        inner, dim = getattr(self.position, "inner", self.position), self.attention.head_dim
+        if dim < 2 or not isinstance(inner, PartialRoPE.Config):
+            return []
+        if not 0 < inner.fraction < 2 / dim:
+            return []
+        path = "position.fraction" if inner is self.position else "position.inner.fraction"
+        text = f"{inner.fraction:g} of head_dim={dim} is no pair: at least {2 / dim:g}"
+        return [(path, text)]
 
     def _norm_problems(self, block: str) -> list[tuple[str, str]]:
         """What does not go together among norm, block and attention."""
@@ -168,12 +182,33 @@ class ModelConfig:
                 f"note: model.norm.sequence_length = {norm.sequence_length} enters bhyt's "
                 f"estimate, and sequences have {sequence_length} tokens"
             )
+        found += self._idle_notes(sequence_length)
         block = self.block
         on_sums = not block_class(block).final_norm or isinstance(block, MixNormBlock.Config)
         if isinstance(norm, DyT.Config) and on_sums and self.layers >= 16:
             found.append(
                 f"note: {NORMS.name_of(type(norm))} squashes the residual stream itself with block="
                 f"{BLOCKS.name_of(type(block))}: gradients vanish with depth from the start"
+            )
+        return found
+
+    def _idle_notes(self, sequence_length: int) -> list[str]:
+        """Settings that change nothing in a model this shallow, or with sequences this short."""
+        found, block = [], self.block
+        if isinstance(block, MixNormBlock.Config) and 0 < block.post_fraction * self.layers < 1:
+            found.append(
+                f"note: model.block.post_fraction = {block.post_fraction:g} of {self.layers} "
+                "blocks is less than one: all of them are pre"
+            )
+        position = getattr(self.position, "inner", self.position)
+        if (
+            isinstance(position, AdaRoPE.Config)
+            and position.temperature != "none"
+            and position.reference_length >= sequence_length
+        ):
+            found.append(
+                f"note: model.position.reference_length = {position.reference_length} is not below "
+                f"the {sequence_length} tokens of a sequence: temperatures stay 1"
             )
         return found
 

@@ -242,9 +242,26 @@ class MoE(nn.Module):
                 found.append(("balance.weight", f"is set but {why}: it would be ignored"))
             return found
 
+        def places(self, layers: int) -> range:
+            """The layers with experts among the first ``layers`` ones."""
+            return range(self.first_dense + self.every - 1, layers, self.every)
+
+        def problems_with(self, layers: int) -> Problems:
+            """What does not go with a trunk of ``layers`` blocks."""
+            if self.first_dense < 0 or self.every < 1:
+                return []
+            found = len(self.places(layers))
+            if not found:
+                text = f"leaves none of the {layers} layers with experts"
+                return [("first_dense" if self.first_dense >= layers else "every", text)]
+            if getattr(self.router, "learned", False) and found == 1:
+                text = "is set but one layer has experts: it would be ignored"
+                return [("router.learned", text)]
+            return []
+
         def at(self, layer: int) -> Any:
             """The config of global layer ``layer``: this one, or that of a dense layer."""
-            if layer >= self.first_dense and (layer - self.first_dense + 1) % self.every == 0:
+            if layer in self.places(layer + 1):
                 return self
             assert self.dense_hidden is not None
             return SwiGLU.Config(hidden=self.dense_hidden)
@@ -260,7 +277,7 @@ class MoE(nn.Module):
         width = config.shared_experts * (config.shared_hidden or config.hidden)
         self.shared_experts = SharedExperts(SwiGLU.Config(width), dim) if width else None
         # The layers that split a learned budget; those behind the trunk have a constant one.
-        self._sharing = [layer for layer in range(layers) if config.at(layer) is config]
+        self._sharing = config.places(layers)
         self._budget: tuple[Budget, ...] = ()  # in a tuple: not a submodule of this one
 
     def use_shared(self, shared: nn.ModuleDict) -> None:

@@ -69,7 +69,7 @@ class PartialRoPE(FixedTable):
     ``leading`` rotates the first dimensions of a head with a table of their own (GPT-NeoX, Black et
     al. 2022, arXiv 2204.06745, section 2.1).  ``fastest`` keeps the highest frequencies of the
     whole head's table and sets the others to 0 (p-RoPE, Barbero et al. 2024, arXiv 2410.06205,
-    section 6).
+    section 6).  Dimensions come in pairs: the share is rounded down.
     """
 
     @dataclass(frozen=True)

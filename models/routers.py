@@ -285,7 +285,9 @@ class LapSum(Router):
             if self.expansion < 1:
                 found.append(("expansion", f"must be at least 1, got {self.expansion}"))
             if (self.final_scale is None) != (self.scale_steps == 0) or self.scale_steps < 0:
-                text = f"goes with final_scale={self.final_scale}, got {self.scale_steps}"
+                final = "null" if self.final_scale is None else self.final_scale
+                wanted = "be 0" if self.final_scale is None else "be positive"
+                text = f"must {wanted} with final_scale={final}, got {self.scale_steps}"
                 found.append(("scale_steps", text))
             if self.learned and self.k <= 1:
                 found.append(("k", f"must exceed 1 to be split over layers, got {self.k}"))
@@ -293,7 +295,12 @@ class LapSum(Router):
 
         def problems_with(self, experts: int) -> Problems:
             most = self.most(experts) if self.learned else experts
-            return [] if self.k < most else [("k", f"must be below {most:g}, got {self.k}")]
+            if not self.k < most:
+                return [("k", f"must be below {most:g}, got {self.k}")]
+            if self.threshold * self.k < experts:
+                return []
+            text = f"must be below experts / k = {experts / self.k:.3g}, got {self.threshold}: no "
+            return [("threshold", text + "gate could reach c·k/n, and no token two experts")]
 
         def most(self, experts: int) -> float:
             """Largest k of a layer under a learned budget: where the cap is all experts."""

@@ -239,6 +239,8 @@ class _Decoder:
         for key in value:
             if key not in fields:
                 hint = nearest(key, names) or (elsewhere or {}).get(key) or _moved(cls, key, path)
+                if ":" in key and value[key] is None:
+                    hint = "; YAML wants a space behind a colon"
                 allowed = f"allowed are {', '.join(names)}" if names else "it takes no keys"
                 self.fail(join_path(path, key), f"unknown key{of}; {allowed}{hint}")
                 failed = True

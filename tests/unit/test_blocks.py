@@ -20,6 +20,7 @@ from models.declarations import named_state
 from models.feedforward import SwiGLU
 from models.mtp import MTPConfig
 from models.norms import NORMS, AttentionVariance, BHyT, LayerNorm, RMSNorm
+from models.positions import AdaRoPE, RNoPE
 from models.shared import shared_modules
 from models.transformer import Transformer, build_block
 from parallel.apply import apply_recompute
@@ -581,6 +582,14 @@ def test_what_may_not_be_meant() -> None:
     (note,) = replace(chosen(CONFIG, norm="derf", block="span"), layers=16).notes(512)
     assert "derf squashes the residual stream itself with block=span" in note
     assert replace(chosen(CONFIG, norm="derf"), layers=16).notes(512) == []
+    (note,) = replace(chosen(CONFIG, block="mixln"), layers=3).notes(512)
+    assert "post_fraction = 0.25 of 3 blocks is less than one: all of them are pre" in note
+    assert replace(chosen(CONFIG, block="mixln"), layers=4).notes(512) == []
+    learned = AdaRoPE.Config(reference_length=512)
+    for position in (learned, RNoPE.Config(learned)):
+        (note,) = replace(CONFIG, position=position).notes(512)
+        assert "reference_length = 512 is not below the 512 tokens" in note
+    assert replace(CONFIG, position=learned).notes(513) == []
     assert CONFIG.notes(512) == chosen(CONFIG, norm="bhyt_exact").notes(512) == []
 
 

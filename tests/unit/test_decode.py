@@ -211,6 +211,10 @@ def test_an_unknown_key_names_the_nearest_one() -> None:
     )
 
 
+def test_a_colon_without_a_space_is_pointed_to() -> None:
+    assert the_problem("model={width:3}").endswith("; YAML wants a space behind a colon")
+
+
 def test_a_key_of_a_deeper_level_is_pointed_to() -> None:
     assert "did you mean 'optimizer.betas'?" in the_problem("betas=[0.9, 0.9]")
     assert "did you mean" not in the_problem("qqq=1")

@@ -345,6 +345,28 @@ def test_what_does_not_go_together_is_refused(name: str) -> None:
     assert text in found[path]
 
 
+LEARNED = LapSum.Config(learned=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "path", "text"),
+    [
+        ({"first_dense": 3}, "first_dense", "leaves none of the 3 layers with experts"),
+        ({"every": 4}, "every", "leaves none of the 3 layers with experts"),
+        ({"first_dense": 2, "router": LEARNED}, "router.learned", "one layer has experts"),
+        ({"first_dense": 1, "router": LEARNED}, "", ""),
+        ({"every": 3}, "", ""),
+    ],
+)
+def test_what_does_not_go_with_the_depth_is_refused(
+    fields: dict[str, Any], path: str, text: str
+) -> None:
+    config = MoE.Config(**fields, dense_hidden=9)
+    found = ModelConfig(layers=3, feedforward=config).problems()
+    assert [name for name, _ in found] == [f"feedforward.{path}"] * bool(path)
+    assert all(text in why for _, why in found)
+
+
 def test_negative_weights_are_refused() -> None:
     assert BalanceConfig(z_loss=-1.0).problems() == [("z_loss", "must not be negative, got -1.0")]
 

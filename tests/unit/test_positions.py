@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from models.attention import SequenceContext, attend
+from models.attention import AttentionConfig, SequenceContext, attend
 from models.collectives import Axis, bound
 from models.config import ModelConfig
 from models.hf_rotary import rope_parameters
@@ -419,3 +419,16 @@ def test_layers_share_a_table_only_when_it_is_the_same() -> None:
 )  # fmt: skip
 def test_problems(config: Any, paths: list[str]) -> None:
     assert [path for path, _ in config.problems()] == paths
+
+
+def test_a_share_that_is_no_pair_is_refused() -> None:
+    attention = AttentionConfig(head_dim=16)
+    for position, path in (
+        (PartialRoPE.Config(fraction=0.12), "position.fraction"),
+        (RNoPE.Config(PartialRoPE.Config(fraction=0.12)), "position.inner.fraction"),
+    ):
+        found = ModelConfig(position=position, attention=attention).problems()
+        assert found == [(path, "0.12 of head_dim=16 is no pair: at least 0.125")]
+    least = PartialRoPE.Config(fraction=0.125)
+    assert ModelConfig(position=least, attention=attention).problems() == []
+    assert len(table(least, 16)) == 1

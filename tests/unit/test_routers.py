@@ -418,8 +418,18 @@ class Wrong:
         Wrong("lapsum", {"k": 1.0, "learned": True}, "k", "must exceed 1 to be split"),
         Wrong("lapsum", {"scale": 0.0}, "scale", "must be positive"),
         Wrong("lapsum", {"final_scale": -1.0, "scale_steps": 3}, "final_scale", "must be positive"),
-        Wrong("lapsum", {"final_scale": 1.0}, "scale_steps", "goes with final_scale=1.0, got 0"),
-        Wrong("lapsum", {"scale_steps": 5}, "scale_steps", "goes with final_scale=None, got 5"),
+        Wrong(
+            "lapsum", {"final_scale": 1.0}, "scale_steps", "be positive with final_scale=1.0, got 0"
+        ),
+        Wrong(
+            "lapsum", {"scale_steps": 5}, "scale_steps", "must be 0 with final_scale=null, got 5"
+        ),
+        Wrong(
+            "lapsum",
+            {"k": 2.0, "threshold": 4.0},
+            "threshold",
+            "must be below experts / k = 4, got 4.0: no gate could reach c·k/n",
+        ),
         Wrong("lapsum", {"threshold": -0.1}, "threshold", "must not be negative"),
         Wrong("lapsum", {"expansion": 0.9}, "expansion", "must be at least 1"),
     ],
