@@ -137,13 +137,19 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     return chances
 
 
-def _draw(chances: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    """One token per row by inverting the cumulative distribution; each row has its own noise."""
-    noise = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
+def draw(chances: Tensor, noise: Tensor) -> Tensor:
+    """One token per row of chances [n, V], which need not sum to 1, by inverting the cumulative
+    distribution at noise float64 [n] in [0, 1)."""
     cumulative = chances.cumsum(-1)
     threshold = noise.to(chances.device)[:, None] * cumulative[:, -1:]
     token = torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
     return token.clamp(max=chances.shape[-1] - 1)
+
+
+def _draw(chances: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    """One token per row; each row has its own noise."""
+    noise = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
+    return draw(chances, noise)
 
 
 @torch.inference_mode()
@@ -194,7 +200,7 @@ def generate(
             running &= token != eos
             if not running.any():
                 break
-    return [_until(row, eos) for row in ids[:, width:].tolist()]
+    return [until(row, eos) for row in ids[:, width:].tolist()]
 
 
 def hash_seed(seed: int, row: int) -> int:
@@ -204,5 +210,6 @@ def hash_seed(seed: int, row: int) -> int:
     return (mixed ^ (mixed >> 29)) & (2**63 - 1)
 
 
-def _until(tokens: list[int], eos: int | None) -> list[int]:
+def until(tokens: list[int], eos: int | None) -> list[int]:
+    """The tokens before the first ``eos``."""
     return tokens[: tokens.index(eos)] if eos in tokens else tokens
