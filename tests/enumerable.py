@@ -6,6 +6,7 @@ distribution, or are arbitrary tables that belong to none.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,35 @@ def masked_model(joint: Joint, mask_id: int) -> Logits:
 
     def logits(batch: MicroBatch) -> Tensor:
         return torch.stack([joint.denoise(row.tolist(), mask_id) for row in batch.ids]).log()
+
+    return logits
+
+
+def visible_conditionals(
+    conditional: Callable[[int, dict[int, int]], Tensor], mask_id: int
+) -> Logits:
+    """A model whose every slot knows the tokens that the batch's own mask lets it see, masked ones
+    left out, and answers ``conditional(position, known)``: one that sees too much knows too much.
+    """
+
+    @functools.cache
+    def answer(position: int, known: tuple[tuple[int, int], ...]) -> Tensor:
+        return conditional(position, dict(known)).log()
+
+    def logits(batch: MicroBatch) -> Tensor:
+        context, slots = batch.context(), batch.ids.shape[1]
+        positions = context.positions.expand_as(batch.ids)
+        dense = context.dense_mask(slots, slots, batch.ids.device)
+        seen = (batch.ids != mask_id)[:, None].expand(-1, slots, -1)
+        seen = seen if dense is None else seen & dense[:, 0]
+        rows = []
+        for ids, at, sees in zip(
+            batch.ids.tolist(), positions.tolist(), seen.tolist(), strict=True
+        ):
+            for position, row in zip(at, sees, strict=True):
+                known = {(p, i) for p, i, see in zip(at, ids, row, strict=True) if see}
+                rows.append(answer(position, tuple(sorted(known))))
+        return torch.stack(rows).unflatten(0, batch.ids.shape)
 
     return logits
 

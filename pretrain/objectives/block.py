@@ -99,7 +99,8 @@ class Block(Masked):
             return [("block_size", text)]
 
         def model_problems(self, model: ModelConfig) -> list[tuple[str, str]]:
-            return super().model_problems(model) + self.needs_positions(model)
+            found = super().model_problems(model)
+            return found + (self.needs_positions(model) if self.block_size > 1 else [])
 
     config: Config
 

@@ -11,6 +11,7 @@ from models.token_weighting import TokenWeighting
 from parallel.mesh import ParallelConfig, PipelineConfig
 from pretrain.objectives.block import Block
 from pretrain.objectives.causal import Causal
+from pretrain.objectives.eso import Eso
 from pretrain.objectives.masked import Masked
 from pretrain.objectives.perturbed import Perturbed
 from pretrain.objectives.uniform import Uniform
@@ -60,6 +61,10 @@ DIFFUSION: dict[str, Any] = {
     ),
     "uniform": Uniform.Config(),
     "uniform-clipped-in-documents": Uniform.Config(clip=3.0, documents="mask"),
+    "eso": Eso.Config(),
+    "eso-half-flat": Eso.Config(alpha0=0.5, diffusion_share=0.4, weighting="flat"),
+    "eso-half-A-in-documents": Eso.Config(alpha0=0.7, variant="A", documents="mask"),
+    "eso-left-to-right": Eso.Config(alpha0=0.0),
 }
 MASKED = replace(SMALL, mask_token=True)
 

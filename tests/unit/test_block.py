@@ -14,11 +14,10 @@ from torch import Tensor
 from models.attention import SequenceContext, Visibility
 from models.config import ModelConfig
 from models.losses import IGNORE
-from parallel.stage import MicroBatch
 from pretrain.objectives.base import build_objective
 from pretrain.objectives.block import Block, noisy_and_clean, twice
 from pretrain.objectives.masked import Masked
-from tests.enumerable import Joint, losses
+from tests.enumerable import Joint, losses, visible_conditionals
 from tests.networks import SMALL, every_component, network
 
 VOCABULARY, LENGTH = 3, 4
@@ -32,21 +31,7 @@ def window(x: tuple[int, ...], rows: int = 1) -> Tensor:
     return torch.tensor([[0, *x]]).repeat(rows, 1)
 
 
-def table(batch: MicroBatch) -> Tensor:
-    """Of every slot the conditional of its token, given whatever it sees: read off the batch's own
-    mask, so that a slot which sees too much knows too much."""
-    assert isinstance(batch.mask, Visibility) and batch.positions is not None
-    seen = batch.mask.dense()[:, 0]
-    rows = []
-    for ids, positions, sees in zip(batch.ids, batch.positions, seen, strict=True):
-        known = [
-            {int(positions[j]): int(ids[j]) for j in sees[i].nonzero()[:, 0] if ids[j] != MASK}
-            for i in range(len(ids))
-        ]
-        rows.append(torch.stack([
-            JOINT.conditional(int(p), at) for p, at in zip(positions, known, strict=True)
-        ]))  # fmt: skip
-    return torch.stack(rows).log()
+table = visible_conditionals(JOINT.conditional, MASK)
 
 
 def exact(size: int, x: tuple[int, ...]) -> float:
