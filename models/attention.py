@@ -38,6 +38,18 @@ class Visibility:
         return ((self.rank[:, None] <= limit) | (self.group[:, None] == group))[:, None]
 
 
+@dataclass(frozen=True)
+class Mixture:
+    """Tokens that an input slot is a mixture of, instead of being one: embeddings of ``ids`` int64
+    [B, S, k] are added with ``weights`` [B, S, k], which sum to 1."""
+
+    ids: Tensor
+    weights: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Mixture:
+        return Mixture(change(self.ids), change(self.weights))
+
+
 Mask = MaskKind | Visibility
 AttentionBackend = Literal["auto", "sdpa", "flex", "flash"]
 
@@ -57,6 +69,7 @@ class SequenceContext:
     number of keys when a decoding ``store`` holds earlier ones.  noise: how much noise is in each
     token of a diffusion model that is told so, σ = −log α in at least fp32, [B, S], or [B, 1] where
     it is the same all along a sequence (which costs much less); None for none.
+    mixture: what the slots of the input stand for, where that is not one token each.
     ``cache`` keeps tables and masks for the duration of one forward pass.
     """
 
@@ -65,6 +78,7 @@ class SequenceContext:
     documents: Tensor | None = None
     store: KeyValueStore | None = None
     noise: Tensor | None = None
+    mixture: Mixture | None = None
     cache: dict[Any, Any] = field(default_factory=dict)
 
     def dense_mask(self, queries: int, keys: int, device: torch.device) -> Tensor | None:

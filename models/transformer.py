@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import Attention, AttentionBackend, SequenceContext
+from .attention import Attention, AttentionBackend, Mixture, SequenceContext
 from .blocks import BLOCKS, Block, block_class
 from .collectives import axis
 from .conditioned import ModulatedNorm
@@ -68,7 +68,8 @@ def module_name(config: ModelConfig, unit: str) -> str:
 
 
 class Embedding(nn.Module):
-    """Token ids int64 [B, S] to [B, S, D]; the vocabulary may be sharded over ``tp``."""
+    """Token ids int64 [B, S], or a mixture of such, to [B, S, D]; the vocabulary may be sharded
+    over ``tp``."""
 
     plan: ClassVar[dict[str, str]] = {"weight": "vocab"}
     region: ClassVar[bool] = True
@@ -80,17 +81,34 @@ class Embedding(nn.Module):
         self.wide_residual = config.wide_residual
         self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.hidden))
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, mixture: Mixture | None = None) -> Tensor:
         weight = self.weight
-        if axis("tp").size == 1:
+        if mixture is not None:
+            x = self._mixed(weight, mixture)
+        elif axis("tp").size == 1:
             x = F.embedding(ids, weight)
         else:
-            local = ids - axis("tp").rank * weight.shape[0]
-            inside = (local >= 0) & (local < weight.shape[0])
-            x = F.embedding(local.clamp(0, weight.shape[0] - 1), weight) * inside[..., None]
+            local, inside = self._locate(weight, ids)
+            x = F.embedding(local, weight) * inside[..., None]
         if self.wide_residual:
             return x.to(accumulation_dtype(x.dtype))
         return x if self.compute_dtype is None else x.to(self.compute_dtype)
+
+    def _mixed(self, weight: Tensor, mixture: Mixture) -> Tensor:
+        """Without the k embeddings of each slot ever being held."""
+        local, inside = self._locate(weight, mixture.ids)
+        shares = (mixture.weights * inside).to(weight.dtype)
+        rows = F.embedding_bag(
+            local.flatten(0, 1), weight, mode="sum", per_sample_weights=shares.flatten(0, 1)
+        )
+        return rows.unflatten(0, local.shape[:2])
+
+    @staticmethod
+    def _locate(weight: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Row of each id in this rank's part of the vocabulary (clamped), and if it is there."""
+        local = ids - axis("tp").rank * weight.shape[0]
+        inside = (local >= 0) & (local < weight.shape[0])
+        return local.clamp(0, weight.shape[0] - 1), inside
 
 
 class WeightGradients(Protocol):
@@ -274,7 +292,7 @@ class Transformer(nn.Module):
         """Token ids [B, S] (or hidden [B, S, D] when the embedding is elsewhere) through every
         unit that next-token prediction needs, but the head: hidden [B, S, D]."""
         if self.embedding is not None and "embedding" in self.units:
-            x = self.embedding(x)
+            x = self.embedding(x, context.mixture)
         for block in self.blocks.values():
             x = block(x, context)
         return normed(self.final_norm, x, context)
@@ -290,7 +308,7 @@ class Transformer(nn.Module):
         assert name in self.units, f"unit {name} is not here"
         if name == "embedding":
             assert self.embedding is not None
-            out: Tensor = self.embedding(ids)
+            out: Tensor = self.embedding(ids, context.mixture)
             return out
         assert x is not None, f"unit {name} reads a hidden state"
         part, _, index = module_name(self.config, name).partition(".")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from models.attention import Mask, SequenceContext, Visibility
+from models.attention import Mask, Mixture, SequenceContext, Visibility
 from models.collectives import axis
 from models.linear import accumulation_dtype
 from models.losses import Term
@@ -40,8 +40,8 @@ class MicroBatch:
     """Token ids [B, S] with what an objective says about them.
 
     fields: row fields of the loss terms, each [B, S].  documents: int64 [B, S] or None.
-    positions: int64 [B, S]; None for 0, 1, 2, ….  noise: [B, S], of a diffusion model that is told
-    how much there is.
+    positions: int64 [B, S]; None for 0, 1, 2, ….  noise: [B, S] or [B, 1], of a diffusion model
+    that is told how much there is.  mixture: what the model reads, if it is not ``ids``.
     """
 
     ids: Tensor
@@ -50,6 +50,7 @@ class MicroBatch:
     documents: Tensor | None = None
     positions: Tensor | None = None
     noise: Tensor | None = None
+    mixture: Mixture | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
         """The same with every tensor changed, to another device for example."""
@@ -60,6 +61,7 @@ class MicroBatch:
             None if self.documents is None else change(self.documents),
             None if self.positions is None else change(self.positions),
             None if self.noise is None else change(self.noise),
+            None if self.mixture is None else self.mixture.map(change),
         )
 
     def tensors(self) -> list[Tensor]:
@@ -76,7 +78,9 @@ class MicroBatch:
         positions = self.positions
         if positions is None:
             positions = torch.arange(self.ids.shape[1], device=self.ids.device)
-        return SequenceContext(positions, self.mask, self.documents, noise=self.noise)
+        return SequenceContext(
+            positions, self.mask, self.documents, noise=self.noise, mixture=self.mixture
+        )
 
 
 class ShardedWeights:

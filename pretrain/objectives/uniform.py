@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from models.attention import Mixture
 from models.config import ModelConfig
 from models.losses import IGNORE, CrossEntropy, Term
 from models.uniform_state import UniformState
@@ -15,16 +17,19 @@ from parallel.stage import MicroBatch
 
 from .base import OBJECTIVES
 from .diffusion import EPSILON, Diffusion, DiffusionConfig, Windows
+from .gaussian import Curriculum, operator, soften, window
 from .noise import SampleNoise
 
 
 @dataclass(frozen=True)
 class Corruption:
-    """A noised sequence of n tokens.  ids: int64 [n].  alpha: of its time; rate: −α'/α there."""
+    """A noised sequence of n tokens.  ids: int64 [n].  alpha: of its time; rate: −α'/α there.
+    soft: what the model reads instead, ids and weights [n, k], or None."""
 
     ids: np.ndarray
     alpha: float
     rate: float
+    soft: tuple[np.ndarray, np.ndarray] | None = None
 
 
 @OBJECTIVES.register("uniform")
@@ -41,12 +46,21 @@ class Uniform(Diffusion):
     Rows are rare and dear at both ends of time: a replaced token near t = 0 counts 1/t times the
     cross-entropy of x, one that is still itself near t = 1 up to 1/α nats.  ``clip`` bounds what a
     row counts in training; the NELBO is reported beside it, and evaluation knows no clip.
+
+    ``curriculum`` (Sahoo et al. 2025): in the first steps the model reads softmax(w/τ), a mixture
+    of tokens, where z = argmax w (``gaussian.py``), with noise levels from α = 0.95 to 0.05 alone.
+    What is then reported as NELBO is that of softer inputs over a part of time, and no bound;
+    evaluation does not change.
     """
 
     @dataclass(frozen=True)
     class Config(DiffusionConfig):
         clip: float | None = field(
             default=None, metadata={"help": "nats that a token counts at most in training"}
+        )
+
+        curriculum: Curriculum = field(
+            default=Curriculum(), metadata={"help": "soft inputs in the first steps"}
         )
 
         def problems(self) -> list[tuple[str, str]]:
@@ -66,21 +80,26 @@ class Uniform(Diffusion):
     def noised(
         self, windows: Windows, sample_indices: Sequence[int], noise: SampleNoise
     ) -> MicroBatch:
+        found = []
+        for index, tokens, real in zip(sample_indices, windows.tokens, windows.real, strict=True):
+            soft = noise is self.training and index // noise.batch < self.config.curriculum.steps
+            corrupt = self._soft if soft else self._replaced
+            found.append(corrupt(noise, index, tokens[real].numpy()))
         ids = windows.tokens.clone()
-        times: list[tuple[float, float]] = []
-        for row, index in enumerate(sample_indices):
-            real = windows.real[row]
-            found = self._replaced(noise, index, windows.tokens[row, real].numpy())
-            ids[row, real] = torch.from_numpy(found.ids)
-            times.append((found.alpha, found.rate))
-        alpha, rate = torch.tensor(times, dtype=torch.float64).T[:, :, None].expand(2, *ids.shape)
+        for row, new in enumerate(found):
+            ids[row, windows.real[row]] = torch.from_numpy(new.ids)
+        times = torch.tensor([(new.alpha, new.rate) for new in found], dtype=torch.float64)
+        alpha, rate = times[:, :, None].unbind(1)
         fields = {
             "targets": windows.tokens.masked_fill(~windows.real, IGNORE),
             "noisy": ids,
-            "odds": alpha / (1 - alpha),
-            "rate": rate.contiguous(),
+            "odds": (alpha / (1 - alpha)).repeat(1, ids.shape[1]),
+            "rate": rate.repeat(1, ids.shape[1]),
         }
-        return MicroBatch(ids, fields, "bidirectional", windows.documents, noise=-alpha.log())
+        return MicroBatch(
+            ids, fields, "bidirectional", windows.documents, noise=-alpha.log(),
+            mixture=_mixture(ids, windows.real, [new.soft for new in found]),
+        )  # fmt: skip
 
     def _replaced(self, noise: SampleNoise, index: int, tokens: np.ndarray) -> Corruption:
         first, *each = noise.uniform(index, 1 + len(tokens)).tolist()
@@ -91,6 +110,17 @@ class Uniform(Diffusion):
         other = np.minimum(drawn * classes, classes - 1).astype(np.int64)
         ids = np.where(drawn < 1, other, tokens)
         return Corruption(ids, 1 - gone, (1 - EPSILON) / (1 - gone))
+
+    def _soft(self, noise: SampleNoise, index: int, tokens: np.ndarray) -> Corruption:
+        count, options = len(tokens), self.config.curriculum
+        each = 2 * options.candidates + 1
+        first, numbers = np.split(noise.uniform(index, 1 + count * each), [1])
+        classes = self.model.predicted_vocab_size
+        begin, end = window(classes)
+        gamma = begin + (end - begin) * noise.stratified(index, float(first[0]))
+        alpha, slope = operator(gamma, classes)
+        ids, weights = soften(tokens, numbers.reshape(count, each), gamma, classes, options)
+        return Corruption(ids[:, 0], alpha, -slope * (end - begin) / alpha, (ids, weights))
 
     def terms(self, counts: dict[str, int]) -> list[Term]:
         bound, clip = self._bound(counts), self.config.clip
@@ -106,3 +136,19 @@ class Uniform(Diffusion):
 
     def _bound(self, counts: dict[str, int]) -> UniformState:
         return UniformState(float(max(counts["tokens"], 1)), name=self.primary)
+
+
+def _mixture(
+    ids: Tensor, real: Tensor, soft: Sequence[tuple[np.ndarray, np.ndarray] | None]
+) -> Mixture | None:
+    """What the slots of ``ids`` [B, S] are mixtures of, where any of them is."""
+    kept = max((pair[0].shape[1] for pair in soft if pair is not None), default=0)
+    if not kept:
+        return None
+    many = ids[:, :, None].repeat(1, 1, kept)
+    weights = torch.zeros(many.shape, dtype=torch.float64)
+    weights[:, :, 0] = 1
+    for row, pair in enumerate(soft):
+        if pair is not None:
+            many[row, real[row]], weights[row, real[row]] = map(torch.from_numpy, pair)
+    return Mixture(many, weights)

@@ -12,6 +12,7 @@ from parallel.mesh import ParallelConfig, PipelineConfig
 from pretrain.objectives.block import Block
 from pretrain.objectives.causal import Causal
 from pretrain.objectives.eso import Eso
+from pretrain.objectives.gaussian import Curriculum
 from pretrain.objectives.masked import Masked
 from pretrain.objectives.perturbed import Perturbed
 from pretrain.objectives.uniform import Uniform
@@ -61,6 +62,7 @@ DIFFUSION: dict[str, Any] = {
     ),
     "uniform": Uniform.Config(),
     "uniform-clipped-in-documents": Uniform.Config(clip=3.0, documents="mask"),
+    "uniform-soft": Uniform.Config(curriculum=Curriculum(1, temperature=0.3, candidates=4)),
     "eso": Eso.Config(),
     "eso-half-flat": Eso.Config(alpha0=0.5, diffusion_share=0.4, weighting="flat"),
     "eso-half-A-in-documents": Eso.Config(alpha0=0.7, variant="A", documents="mask"),

@@ -206,7 +206,7 @@ def as_model(posterior: Posterior) -> Any:
 
 @pytest.mark.parametrize("evaluation", [False, True])
 def test_the_objective_estimates_the_bound(evaluation: bool) -> None:
-    x, draws, groups = (0, 0), 256, 16
+    x, draws, groups = (0, 0), 128, 16
     tokens = torch.tensor([[0, *x]]).repeat(draws, 1)
     found = [
         LENGTH * losses(objective(batch=draws), as_model(leave_one_out), tokens,
