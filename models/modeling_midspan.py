@@ -150,6 +150,7 @@ class MidspanModel(MidspanPreTrainedModel):
         return_dict: bool | None = None,
         cache: Cache | None = None,
         cache_position: Tensor | None = None,
+        noise: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """Hidden states [B, S, D] after the final norm.
@@ -157,7 +158,8 @@ class MidspanModel(MidspanPreTrainedModel):
         input_ids: int64 [B, S], the tokens that follow the ``past`` ones in the cache.
         attention_mask: [B, past + S], 0 where a token is padding, on either side; or
         [B, 1, S, keys], boolean (True = may attend) or additive.  position_ids: [B, S];
-        by default they count the tokens that are no padding.
+        by default they count the tokens that are no padding.  noise: of a model that is told how
+        much there is, σ = −log α of each token [B, S], or [B, 1] for all of a sequence alike.
         """
         _refuse(kwargs, inputs_embeds, output_attentions)
         if input_ids is None:
@@ -170,6 +172,7 @@ class MidspanModel(MidspanPreTrainedModel):
         if use_cache and cache is None:
             cache = DynamicCache()
         context = _context(input_ids, attention_mask, position_ids, cache)
+        context.noise = None if noise is None else _checked_noise(noise, input_ids)
         with _recorded(self.transformer, bool(output_hidden_states)) as states:
             hidden = self.transformer(input_ids, context)
         output = BaseModelOutputWithPast(last_hidden_state=hidden)
@@ -251,6 +254,13 @@ def _refuse(kwargs: dict[str, Any], inputs_embeds: Any, output_attentions: Any) 
     unknown = sorted(name for name, value in kwargs.items() if value is not None)
     if unknown:
         raise ValueError(f"unknown arguments of forward: {', '.join(unknown)}")
+
+
+def _checked_noise(noise: Tensor, ids: Tensor) -> Tensor:
+    batch, length = ids.shape
+    if tuple(noise.shape) not in ((batch, length), (batch, 1)):
+        raise ValueError(f"noise has shape {tuple(noise.shape)}, not {(batch, length)}")
+    return noise.to(ids.device)
 
 
 def _context(

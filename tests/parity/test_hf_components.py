@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.attention import SequenceContext
 from models.routers import ROUTERS
 from pretrain.export import export_hugging_face
 from pretrain.trained import stored_tensors
@@ -30,7 +31,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "llama3": {"base": 100.0, "original_length": 32},
         "partial": {"fraction": 0.5},
     },
-    "feedforward": {"moe": {k: v for k, v in MOE.items() if k != "type"}},
+    "feedforward": {
+        "moe": {k: v for k, v in MOE.items() if k != "type"},
+        "gelu": {"bias": True, "tanh": True},
+    },
 }
 ROUTER_SETTINGS: dict[str, dict[str, Any]] = {
     "lapsum": {"learned": True},
@@ -103,14 +107,15 @@ transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 folders, out = pathlib.Path(sys.argv[1]), {}
 ids, writers = torch.tensor(json.loads(sys.argv[2])), json.loads(sys.argv[3])
+noise = torch.linspace(0, 5, ids.numel()).view_as(ids)
 load = transformers.AutoModelForCausalLM.from_pretrained
 options = {"max_new_tokens": 6, "do_sample": False}
 for folder in sorted(folders.iterdir()):
     model, info = load(folder / "model", trust_remote_code=True, output_loading_info=True)
     assert not any(info.values()), (folder.name, info)
     with torch.no_grad():
-        logits = model(ids).logits
-    out[folder.name] = {"logits": logits}
+        logits, told = model(ids).logits, model(ids, noise=noise).logits
+    out[folder.name] = {"logits": logits, "told": told}
     if folder.name not in writers:
         continue
     mask = torch.ones_like(ids)
@@ -134,6 +139,10 @@ def prompts() -> Tensor:
     return torch.randint(1, 301, (2, 11), generator=torch.Generator().manual_seed(3))
 
 
+def levels() -> Tensor:
+    return torch.linspace(0, 5, 22).view(2, 11)
+
+
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """(our logits and what the clean process found, by case; why it refused to load unasked)."""
@@ -146,13 +155,14 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
         assert done.tensors == len(stored_tensors(trained))
         shutil.rmtree(folder / "run")
         with torch.no_grad():
-            expected[place.name] = trained.logits(prompts())
+            told = trained.logits(prompts(), SequenceContext(torch.arange(11), noise=levels()))
+            expected[place.name] = {"expected": trained.logits(prompts()), "expected_told": told}
     ids, out = json.dumps(prompts().tolist()), folder / "result.pt"
     writers = json.dumps([key for case, key in zip(CASES, expected) if case in WRITERS])
     run_clean(CLEAN, folder, folder / "all", ids, writers, out)
     found = torch.load(out)
     results = {
-        case: {**found["results"][key], "expected": expected[key]}
+        case: {**found["results"][key], **expected[key]}
         for case, key in zip(CASES, expected, strict=True)
     }
     return results, found["refused"]
@@ -166,6 +176,16 @@ def test_the_folder_computes_what_was_trained(
     wanted = found["expected"]
     assert wanted.std() > 0.05
     assert (found["logits"] - wanted).abs().max() <= 1e-5 * max(1.0, wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_hears_of_noise_what_was_trained_to(
+    case: str, exported: tuple[dict[str, Any], str]
+) -> None:
+    found = exported[0][case]
+    wanted = found["expected_told"]
+    assert (found["told"] - wanted).abs().max() <= 1e-5 * max(1.0, wanted.abs().max().item())
+    assert wanted.equal(found["expected"]) == ("adaln" not in case)
 
 
 @pytest.mark.parametrize("case", WRITERS)

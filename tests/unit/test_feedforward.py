@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.collectives import Axis, bound
 from models.feedforward import FEEDFORWARDS
 
 WIDTH, HIDDEN = 6, 8
 DENSE = ("geglu", "gelu", "swiglu")
 
 
-def build(name: str) -> Any:
-    module = FEEDFORWARDS.build(FEEDFORWARDS.config_class(name)(hidden=HIDDEN), WIDTH).double()
+def build(name: str, **options: Any) -> Any:
+    config = FEEDFORWARDS.config_class(name)(hidden=HIDDEN, **options)
+    module = FEEDFORWARDS.build(config, WIDTH).double()
     for index, parameter in enumerate(module.parameters()):
         g = torch.Generator().manual_seed(index)
         parameter.data = torch.randn(parameter.shape, generator=g, dtype=torch.float64)
@@ -42,6 +44,14 @@ def test_gelu_is_the_exact_formula() -> None:
     torch.testing.assert_close(module(x), wanted, rtol=1e-13, atol=1e-14)
 
 
+def test_gelu_with_biases_and_its_tanh_form() -> None:
+    module, x = build("gelu", bias=True, tanh=True), rows()
+    up = x @ module.up_proj.weight.T + module.up_proj.bias
+    inner = math.sqrt(2 / math.pi) * (up + 0.044715 * up**3)
+    wanted = (up / 2 * (1 + inner.tanh())) @ module.down_proj.weight.T + module.down_bias
+    torch.testing.assert_close(module(x), wanted, rtol=1e-12, atol=1e-13)
+
+
 def test_geglu_is_the_tanh_form() -> None:
     module, x = build("geglu"), rows()
     gate, up = x @ module.gate_proj.weight.T, x @ module.up_proj.weight.T
@@ -61,16 +71,27 @@ def test_gradients(name: str) -> None:
     assert torch.autograd.gradcheck(call, (x, *parameters.values()))
 
 
-@pytest.mark.parametrize("name", DENSE)
-def test_shares_of_features_add_up_to_the_whole(name: str) -> None:
+class Rank(Axis):
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in DENSE), ("gelu", {"bias": True})]
+)
+def test_shares_of_features_add_up_to_the_whole(name: str, options: Any) -> None:
     x, total = rows(), torch.zeros(2, 3, WIDTH, dtype=torch.float64)
     for rank in range(2):
-        share = build(name)
+        share = build(name, **options)
         for key, parameter in share.named_parameters():
-            dim = {"column": 0, "row": 1}[share.plan[key]]
-            parameter.data = parameter.data.chunk(2, dim)[rank].contiguous()
-        total += share(x)
-    torch.testing.assert_close(total, build(name)(x), rtol=1e-12, atol=1e-13)
+            dim = {"column": 0, "row": 1, "replicated": None}[share.plan[key]]
+            if dim is not None:
+                parameter.data = parameter.data.chunk(2, dim)[rank].contiguous()
+        with bound({"tp": Rank(rank)}):
+            total += share(x)
+    torch.testing.assert_close(total, build(name, **options)(x), rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("name", FEEDFORWARDS.names())
