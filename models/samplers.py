@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from . import ancestral as ancestral  # registers itself, like the next ones
+from . import soar as soar
 from . import unmasking as unmasking
 from .decoding import Sampling, until
 from .denoising import SAMPLERS, Canvas, Denoiser, Report, RowNoise, Sampler

@@ -21,8 +21,18 @@ class MaskedTable(Denoiser):
         self.joint = joint
         classes = joint.vocabulary
         super().__init__("masked", classes, mask_id=classes)
-        inputs = itertools.product(range(classes + 1), repeat=joint.length)
-        self.table = torch.stack([joint.denoise(ids, classes) for ids in inputs]).log()
+        summed = joint.table  # index ``classes`` of an axis: whatever that token is
+        for axis in range(joint.length):
+            summed = torch.cat([summed, summed.sum(axis, keepdim=True)], axis)
+        tables = []
+        for i in range(joint.length):
+            table = summed.narrow(i, 0, classes).movedim(i, -1)
+            table = (table / table.sum(-1, keepdim=True)).unsqueeze(i)
+            table = table.repeat_interleave(classes + 1, i)
+            for known in range(classes):
+                table.select(i, known).copy_(torch.eye(classes)[known])
+            tables.append(table.flatten(0, -2))
+        self.table = torch.stack(tables, 1).log()  # [input, position, token]
         self.seen: list[Tensor] = []
 
     def logits(self, canvas: Canvas, noise: float) -> Tensor:

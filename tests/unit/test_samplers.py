@@ -28,6 +28,13 @@ def drawn(denoiser: Denoiser, config: Any, count: int = 1500) -> list[list[int]]
     return sample(denoiser, [[]] * count, denoiser.joint.length, config, DRAWN)[0]  # type: ignore[attr-defined]
 
 
+def test_the_table_is_that_of_the_distribution() -> None:
+    denoiser = MaskedTable(JOINT)
+    for ids in ([3, 3, 3], [3, 1, 3], [0, 3, 2], [2, 1, 0]):
+        row = torch.tensor(ids) @ torch.tensor([16, 4, 1])
+        torch.testing.assert_close(denoiser.table[row].exp(), JOINT.denoise(ids, 3))
+
+
 @pytest.mark.parametrize("config", [
     FirstHitting.Config(),
     Remasking.Config(order="random"),
