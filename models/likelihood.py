@@ -1,6 +1,7 @@
 """How likely a continuation is: log p(answer | prompt), or a bound of it, with its standard error.
 
-A model is given as a function from ids int64 [B, S], and noise [B, S] or None, to logits [B, S, V].
+A model is a function from ids int64 [B, S], and noise σ = −log α [B, 1] or None, to logits
+[B, S, V].
 All rows of a call have one length: there is no padding.  A request gets the same noise whatever is
 asked besides, so its estimate depends on the model, the seed and itself alone.
 """
@@ -11,14 +12,20 @@ import hashlib
 import itertools
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .attention import Mask, SequenceContext, Visibility
 from .losses import LogitRows, normalize_rows
+from .transformer import Transformer
 from .uniform_state import UniformState
+
+EPSILON = 1e-3
+"""α at time 1, and the smallest time, as in training."""
 
 Predict = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -84,12 +91,96 @@ class _Row:
     alpha: float = 1.0
 
 
-def check_requests(requests: Sequence[Request], limit: int) -> None:
-    """``ValueError`` where one is empty or longer than the ``limit`` tokens a model can see."""
+@dataclass(frozen=True)
+class Scoring:
+    """How a diffusion model is asked.
+
+    draws: forward passes per request, an even number; fewer where fewer tell everything.  batch:
+    sequences of one forward pass.  guidance: of masked models, see ``masked_likelihood``.  whole:
+    for log p(prompt, answer), see ``Request.whole``; uniform-state models know nothing else.
+    greedy: find out whether an answer is the greedy one.
+    """
+
+    draws: int = 128
+    seed: int = 0
+    batch: int = 16
+    guidance: float = 0.0
+    whole: bool = False
+    greedy: bool = False
+
+
+def likelihoods(
+    model: Transformer,
+    objective: Mapping[str, Any],
+    requests: Sequence[Request],
+    limit: int,
+    scoring: Scoring = Scoring(),
+) -> list[Estimate]:
+    """Of a model that was trained with ``objective`` (its settings, such as {"type": "masked"}) on
+    sequences of ``limit`` tokens."""
+    kind = objective["type"]
+    if kind not in ("causal", "perturbed", "masked", "block", "uniform"):
+        raise ValueError(f"the likelihood of a continuation under objective {kind} is not known")
+    if scoring.guidance and kind != "masked":
+        raise ValueError(f"guidance is for masked diffusion, not for objective {kind}")
+    predict = predictor(model, objective)
+    if kind in ("causal", "perturbed"):
+        if scoring.whole:
+            raise ValueError(
+                "an autoregressive model gives log p(answer | prompt) itself: no whole"
+            )
+        check_requests(requests, limit, unseen=1)  # the last token is predicted alone
+        return causal_likelihood(predict, requests, scoring.batch)
+    check_requests(requests, limit)
+    noise: dict[str, Any] = {
+        "draws": scoring.draws, "seed": scoring.seed, "batch": scoring.batch
+    }  # fmt: skip
+    if kind == "uniform":
+        classes = model.config.predicted_vocab_size
+        return uniform_likelihood(predict, requests, classes, **noise)
+    parts = [[r.whole if scoring.whole else r] for r in requests]
+    if kind == "block":
+        parts = [request.blocks(objective["block_size"]) for [request] in parts]
+    flat, mask = [part for each in parts for part in each], model.config.mask_id
+    scores = masked_likelihood(predict, flat, mask, guidance=scoring.guidance, **noise)
+    if scoring.greedy:
+        scores = [
+            replace(score, greedy=greedy_answer(predict, part, mask))
+            for part, score in zip(flat, scores, strict=True)
+        ]
+    found = iter(scores)
+    return [Estimate.total([next(found) for _ in each]) for each in parts]
+
+
+def predictor(model: Transformer, objective: Mapping[str, Any]) -> Predict:
+    """What a model sees of sequences without padding, each token where it stands."""
+
+    @torch.inference_mode()
+    def predict(ids: Tensor, noise: Tensor | None) -> Tensor:
+        head = model.head
+        assert head is not None
+        ids = ids.to(head.matrix().device)
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        mask: Mask = "bidirectional"
+        if objective["type"] in ("causal", "perturbed"):
+            mask = "causal"
+        elif objective["type"] == "block":
+            block = (positions // objective["block_size"]).expand_as(ids)
+            mask = Visibility(block, block, block)
+        noise = None if noise is None else noise.to(ids.device)
+        logits: Tensor = head.logits(model(ids, SequenceContext(positions, mask, noise=noise)))
+        return logits
+
+    return predict
+
+
+def check_requests(requests: Sequence[Request], limit: int, unseen: int = 0) -> None:
+    """``ValueError`` where one is empty or longer than the ``limit`` tokens that a model sees at
+    once, which are all but the last ``unseen`` ones."""
     for request in requests:
         if not request.answer:
             raise ValueError("a continuation is empty: there is nothing to be likely")
-        if len(request) > limit:
+        if len(request) - unseen > limit:
             raise ValueError(
                 f"a request of {len(request.prompt)} + {len(request.answer)} tokens is longer than "
                 f"the {limit} tokens that the model sees at once"
@@ -168,7 +259,7 @@ def uniform_likelihood(
     requests: Sequence[Request],
     classes: int,
     *,
-    epsilon: float,
+    epsilon: float = EPSILON,
     draws: int = 128,
     seed: int = 0,
     batch: int = 1,
@@ -191,7 +282,7 @@ def uniform_likelihood(
         clean = [requests[row.request].prompt + requests[row.request].answer for row in same]
         alpha = torch.tensor([row.alpha for row in same], dtype=torch.float64)
         alpha = alpha[:, None].expand(ids.shape)
-        logits = predict(ids, -alpha.log())[..., :classes].double().flatten(0, 1)
+        logits = predict(ids, -alpha[:, :1].log())[..., :classes].double().flatten(0, 1)
         fields = {
             "targets": torch.tensor(clean),
             "noisy": ids,

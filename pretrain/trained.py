@@ -49,7 +49,8 @@ class TrainedModel:
     """An opened model.  ``weights``: logical name -> full tensor on the CPU, read when asked for.
 
     path: the step or Hugging Face folder.  tokenizer: a folder that should hold the tokenizer, or
-    None.  sequence_length: tokens per sequence in training.
+    None.  sequence_length: tokens per sequence in training.  objective: the settings that it was
+    trained with, {"type": "causal"} where nobody wrote them down.
     """
 
     path: Path
@@ -59,6 +60,7 @@ class TrainedModel:
     dtypes: Mapping[str, str]
     sequence_length: int
     tokenizer: Path | None
+    objective: Mapping[str, Any]
 
 
 def open_trained(path: str | Path, step: int | None = None) -> TrainedModel:
@@ -142,6 +144,7 @@ def _open_checkpoint(folder: Path) -> TrainedModel:
         dtypes={name: info.dtype for name, info in tensors.infos.items()},
         sequence_length=length,
         tokenizer=tokenizer,
+        objective=_objective(checkpoint.manifest.metadata["config"]),
     )
 
 
@@ -161,6 +164,11 @@ def training_facts(manifest: Manifest, folder: Path) -> tuple[dict[str, Any], in
     places += [Path(source).parent for source in sources[:1]]
     found = [place for place in places if holds_tokenizer(place)]
     return run["model"], length, found[0] if found else None
+
+
+def _objective(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What a saved configuration, or a config.json, says under that name."""
+    return tree.get("objective") or {"type": "causal"}
 
 
 def holds_tokenizer(place: Path) -> bool:
@@ -294,6 +302,7 @@ def _open_hugging_face(folder: Path) -> TrainedModel:
         dtypes=tensors.dtypes,
         sequence_length=content.get("max_position_embeddings") or DEFAULT_LENGTH,
         tokenizer=folder if holds_tokenizer(folder) else None,
+        objective=_objective(content),
     )
 
 
