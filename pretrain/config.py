@@ -313,7 +313,10 @@ class RunConfig:
             text = f"does not go with pipeline.schedule={name}, which splits backward passes"
             found.append(("kernels.compile", text))
         if self.kernels.attention == "flash":
-            if getattr(self.objective, "documents", "") == "mask":
+            if isinstance(self.objective, DiffusionConfig):
+                text = "flash hides no padding, as diffusion needs: use flex or sdpa"
+                found.append(("kernels.attention", text))
+            elif getattr(self.objective, "documents", "") == "mask":
                 found.append(("kernels.attention", "flash has no document mask: use flex or sdpa"))
             if biases_scores(self.model.position):
                 found.append(("kernels.attention", "flash has no position bias: use flex or sdpa"))

@@ -235,11 +235,12 @@ class Eso(Diffusion):
 
     def counts(self, batches: Sequence[MicroBatch]) -> dict[str, int]:
         """Tokens of each term, noised or not; in diffusion, of both times."""
-        found = {"diffusion": 0, SEQUENTIAL: 0}
-        for batch in batches:
-            counted = batch.fields["targets"] != IGNORE
-            found[SEQUENTIAL] += int((counted & batch.fields[SEQUENTIAL]).sum())
-            found["diffusion"] += int((counted & ~batch.fields[SEQUENTIAL]).sum())
+        targets = [(b.fields["targets"] != IGNORE, b.fields[SEQUENTIAL]) for b in batches]
+        found = {}
+        if self.config.alpha0 > 0:
+            found["diffusion"] = sum(int((real & ~ordered).sum()) for real, ordered in targets)
+        if self.config.alpha0 < 1:
+            found[SEQUENTIAL] = sum(int((real & ordered).sum()) for real, ordered in targets)
         return found
 
     def terms(self, counts: dict[str, int]) -> list[Term]:
@@ -252,6 +253,6 @@ class Eso(Diffusion):
         return [self._bound(counts)]
 
     def _bound(self, counts: dict[str, int]) -> TwoTerms:
-        diffusion, sequential = counts["diffusion"], counts[SEQUENTIAL]
+        diffusion, sequential = counts.get("diffusion", 0), counts.get(SEQUENTIAL, 0)
         count = float(max(diffusion or sequential, 1))
         return TwoTerms(count, name=self.primary, sequential=count / max(sequential, 1))

@@ -33,6 +33,7 @@ DIFFUSION: dict[str, dict[str, Any]] = {
     "masked-count": {"type": "masked", "estimator": "count", "documents": "mask"},
     "uniform": {"type": "uniform", "clip": 3.0},
     "block": {"type": "block", "block_size": 8},
+    "eso": {"type": "eso", "alpha0": 0.5},
 }
 
 

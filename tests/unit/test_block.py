@@ -14,6 +14,7 @@ from torch import Tensor
 from models.attention import SequenceContext, Visibility
 from models.config import ModelConfig
 from models.losses import IGNORE
+from pretrain.config import KernelsConfig, RunConfig, TrainingConfig
 from pretrain.objectives.base import build_objective
 from pretrain.objectives.block import Block, noisy_and_clean, twice
 from pretrain.objectives.masked import Masked
@@ -215,3 +216,10 @@ def test_what_does_not_fit_is_refused() -> None:
     ((path, _),) = Block.Config(block_size=0).problems()
     assert path == "block_size" and not Block.Config(block_size=0).training_problems(12, 1)
     assert [path for path, _ in Block.Config().model_problems(ModelConfig())] == ["type"]
+    run = RunConfig(
+        model=MODEL, objective=Block.Config(block_size=5), kernels=KernelsConfig(attention="flash"),
+        training=TrainingConfig(sequence_length=12, batch_tokens=24, steps=1),
+    )  # fmt: skip
+    assert ("objective.block_size", text) in run.problems()
+    text = "flash hides no padding, as diffusion needs: use flex or sdpa"
+    assert ("kernels.attention", text) in run.problems()
