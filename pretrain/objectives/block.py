@@ -70,7 +70,7 @@ class Block(Masked):
         )
         clip: tuple[float, float] = field(
             default=(0.0, 1.0),
-            metadata={"help": "levels of noise in training: lowest and highest masked share"},
+            metadata={"help": "masked share in training, from and to; its loss is then no bound"},
         )
 
         @property

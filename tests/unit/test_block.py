@@ -146,6 +146,17 @@ def test_every_block_has_a_level_of_its_own(estimator: Any) -> None:
     assert (time.flatten().sort().values * 64 - torch.arange(64)).abs().max() <= 1.1
 
 
+@pytest.mark.parametrize("options", [{}, {"clip": (0.4, 0.7)}, {"estimator": "count"}], ids=str)
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_the_share_of_judged_slots_is_told(size: int, options: dict[str, Any]) -> None:
+    config = Block.Config(block_size=size, **options)
+    batch = build_objective(config, MODEL, 0, 64).micro_batch(
+        torch.zeros(64, 101, dtype=torch.long), None, range(64)
+    )
+    judged = (batch.fields["labels"] != IGNORE).double().mean()
+    assert float(judged) == pytest.approx(config.judged, abs=0.01)
+
+
 def test_clipped_levels_are_for_training_alone() -> None:
     tokens = torch.zeros(32, 65, dtype=torch.long)
     config = Block.Config(block_size=16, clip=(0.3, 0.8))

@@ -182,6 +182,15 @@ def test_a_step_is_shared_between_the_terms(share: float) -> None:
     assert evaluated.fields[SEQUENTIAL][:, 0].tolist() == [False, True] * 16
 
 
+@pytest.mark.parametrize("alpha0", ALPHAS)
+def test_the_share_of_judged_slots_is_told(alpha0: float) -> None:
+    share = 0.25 if 0 < alpha0 < 1 else 0.5
+    objective = eso(batch=64, alpha0=alpha0, diffusion_share=share)
+    batch = objective.micro_batch(torch.zeros(64, 101, dtype=torch.long), None, range(64))
+    judged = (batch.fields["labels"] != IGNORE).double().mean()
+    assert float(judged) == pytest.approx(objective.config.judged, abs=0.01)
+
+
 def rows_of(batch: MicroBatch, ordered: bool) -> Tensor:
     return (batch.fields[SEQUENTIAL][:, 0] == ordered).nonzero()[:, 0]
 
