@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from models.conditioned import AdaLNBlock
 from models.token_weighting import TokenWeighting
 from parallel.mesh import ParallelConfig, PipelineConfig
 from pretrain.objectives.block import Block
@@ -67,14 +68,18 @@ DIFFUSION: dict[str, Any] = {
     "eso-half-flat": Eso.Config(alpha0=0.5, diffusion_share=0.4, weighting="flat"),
     "eso-half-A-in-documents": Eso.Config(alpha0=0.7, variant="A", documents="mask"),
     "eso-left-to-right": Eso.Config(alpha0=0.0),
+    "masked-adaln": Masked.Config(),  # told of no noise
+    "uniform-adaln": Uniform.Config(documents="mask"),
 }
 MASKED = replace(SMALL, mask_token=True)
+ADALN = replace(MASKED, block=AdaLNBlock.Config(condition_dim=16))
 
 
 def case_of(base: Case, name: str) -> Case:
     if name in OBJECTIVES:
         return replace(base, objective=OBJECTIVES[name])
-    return replace(base, objective=DIFFUSION[name], model=MASKED)
+    model = ADALN if name.endswith("adaln") else MASKED
+    return replace(base, objective=DIFFUSION[name], model=model)
 
 
 def case(layout: str, name: str) -> Case:
