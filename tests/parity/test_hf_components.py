@@ -16,7 +16,7 @@ from models.routers import ROUTERS
 from pretrain.export import export_hugging_face
 from pretrain.trained import stored_tensors
 from tests.clean_process import run_clean
-from tests.components import choices
+from tests.components import DEFAULTS, choices
 from tests.trained import save_run, tiny_config
 
 pytestmark = pytest.mark.parity
@@ -85,6 +85,8 @@ EXTRA: dict[str, dict[str, Any]] = {
 def cases() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for names in choices():
+        if names["norm"] != DEFAULTS["norm"] and names["block"] != DEFAULTS["block"]:
+            continue  # a pair is no more than its two files
         changes = {
             field: {"type": name, **SETTINGS.get(field, {}).get(name, {})}
             for field, name in names.items()

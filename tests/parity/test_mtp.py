@@ -36,6 +36,7 @@ from tests.parity.harness import (
     gradient_error,
     micro_batches,
     run_case,
+    run_together,
 )
 from tests.parity.placements import scattered, tail_on_last
 from tests.parity.replay import replay
@@ -99,15 +100,18 @@ def test_the_documented_table_is_the_array() -> None:
     assert table(ROWS) in text, "run: python -m tests.parity.covering"
 
 
-@pytest.mark.parametrize("number", range(len(ROWS)))
-def test_where_a_head_runs_changes_nothing(number: int) -> None:
-    assert_parity(case_of(ROWS[number], number))
+DOUBLE = pytest.param(torch.float64, id="f64")
+SINGLE = pytest.param(torch.float32, id="f32", marks=pytest.mark.slow)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(ROWS)))
-def test_where_a_head_runs_changes_nothing_in_float32(number: int) -> None:
-    assert_parity(replace(case_of(ROWS[number], number), dtype=torch.float32))
+@pytest.mark.parametrize("dtype", [DOUBLE, SINGLE])
+def test_where_a_head_runs_changes_nothing(dtype: torch.dtype, number: int) -> None:
+    rows = [replace(case_of(row, n), dtype=dtype) for n, row in enumerate(ROWS)]
+    alike = [case for case in rows if case.world == rows[number].world]
+    run_together([case.reference() for case in alike])
+    run_together(alike)
+    assert_parity(rows[number])
 
 
 SEQUENTIAL = replace(SMALL, mtp=MTPConfig(depth=2))
@@ -121,7 +125,7 @@ STAR = Case(
 
 
 @pytest.mark.parametrize("kind", ["sequential", "parallel", "repeated"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+@pytest.mark.parametrize("dtype", [DOUBLE, SINGLE])
 def test_all_but_shared_weights_have_the_same_bits(kind: Any, dtype: torch.dtype) -> None:
     """Against one process with the same micro-batches: only what several ranks add up, or add in
     another order, may round differently."""
@@ -141,7 +145,7 @@ def test_all_but_shared_weights_have_the_same_bits(kind: Any, dtype: torch.dtype
 
 @pytest.mark.parametrize("schedule", ["gpipe", "adahc", "adahc_zb"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
+@pytest.mark.parametrize("dtype", [DOUBLE, SINGLE])
 def test_every_bit_is_that_of_a_replay(schedule: Any, tied: bool, dtype: torch.dtype) -> None:
     """Against all ranks' actions in one process: shared weights included."""
     model = replace(SEQUENTIAL, tie_embeddings=tied)
@@ -167,20 +171,24 @@ PLANNED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["sequential", "parallel"])
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", PLANNED)
-def test_every_planner_trains_the_same_model(name: str, ranks: int, kind: Any) -> None:
+def planned(name: str, ranks: int, kind: Any) -> Case:
     """As a run has it: from the configuration, without a placement of the test's own."""
     pipeline = PipelineConfig(**({"planner": name} | PLANNED[name]))
     assert not pipeline.problems()
-    case = Case(
+    return Case(
         world=ranks,
         parallel=ParallelConfig(pp=ranks, pipeline=pipeline),
         model=replace(SMALL, vocab_size=300, mtp=MTPConfig(2, kind)),
         micro_batches=4,
     )
-    assert_parity(case)
+
+
+@pytest.mark.parametrize("kind", ["sequential", "parallel"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", PLANNED)
+def test_every_planner_trains_the_same_model(name: str, ranks: int, kind: Any) -> None:
+    run_together([planned(other, ranks, kind) for other in PLANNED])
+    assert_parity(planned(name, ranks, kind))
 
 
 def _slow_runs(rank: int, world: int, case: Case, runs: int) -> list[str]:
