@@ -103,9 +103,7 @@ class Eso(Diffusion):
             return share * diffusion + (1 - share) * sequential
 
         def diffusion_samples(self, batch: int) -> int:
-            """How many of the samples of a step serve the diffusion term."""
-            if not self.has_both:
-                return round(self.alpha0 * batch)
+            """How many of the samples of a step serve the diffusion term, where there are both."""
             return min(max(round(self.diffusion_share * batch), 1), batch - 1)
 
         def problems(self) -> list[tuple[str, str]]:
