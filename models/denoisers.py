@@ -58,7 +58,7 @@ class SlotContext(SequenceContext):
         return (self.positions[:, :, None] - of_keys[:, None, :]).abs()[:, None]
 
 
-class _TransformerDenoiser(Denoiser):
+class TransformerDenoiser(Denoiser):
     def __init__(self, model: Transformer, family: Family) -> None:
         config = model.config
         mask_id = config.mask_id if config.mask_token and family != "uniform" else None
@@ -74,7 +74,7 @@ class _TransformerDenoiser(Denoiser):
         return logits
 
 
-class BidirectionalDenoiser(_TransformerDenoiser):
+class BidirectionalDenoiser(TransformerDenoiser):
     """A model in which every token sees every other, of masked or uniform-state diffusion.
 
     guidance: w of l_un + (w + 1)(l − l_un), where l_un are the logits for a masked prompt (Nie et
@@ -91,6 +91,8 @@ class BidirectionalDenoiser(_TransformerDenoiser):
         cache: Cache = "none",
     ) -> None:  # fmt: skip
         super().__init__(model, family)
+        if cache != "none" and family != "masked":
+            raise ValueError(f"cache={cache} is for masked diffusion: here every token may change")
         if guidance and self.mask_id is None:
             raise ValueError("guidance hides the prompt, and this model has no mask token")
         self.guidance, self.cache = guidance, cache
@@ -141,7 +143,7 @@ class BidirectionalDenoiser(_TransformerDenoiser):
         return self.model(ids[:, first:last], context)[:, begin - first : end - first]
 
 
-class BlockDenoiser(_TransformerDenoiser):
+class BlockDenoiser(TransformerDenoiser):
     """A model of block diffusion, which reads its blocks from left to right: a token sees its own
     block and those before it.  Keys and values of finished blocks are kept, which changes nothing.
 

@@ -31,7 +31,8 @@ class Canvas:
 
     ids: int64 [B, S].  real: bool [B, S], False on padding, which is on the left.  prompt: columns
     that were given (or are padding).  begin, end: the columns that are being filled now; samplers
-    write into those of ``ids`` in place, and all columns before them are final.
+    write into those of ``ids`` in place, and all columns before them are final.  eos: what ends a
+    text, so that nothing behind it matters.
     """
 
     ids: Tensor
@@ -39,6 +40,7 @@ class Canvas:
     prompt: int
     begin: int
     end: int
+    eos: int | None = None
 
     @property
     def window(self) -> Tensor:
@@ -47,7 +49,7 @@ class Canvas:
 
     def part(self, begin: int, end: int) -> Canvas:
         """The same sequences (not a copy), of which other columns are being filled."""
-        return Canvas(self.ids, self.real, self.prompt, begin, end)
+        return Canvas(self.ids, self.real, self.prompt, begin, end, self.eos)
 
 
 class Denoiser:
@@ -138,6 +140,10 @@ class Sampler:
             raise ValueError(
                 f"sampler={name} is for {fits} diffusion; this model {_REASONS[denoiser.family]}"
             )
+        self.check_settings(denoiser)
+
+    def check_settings(self, denoiser: Denoiser) -> None:
+        """ValueError for settings that fit no model, or not this one."""
         if self.sampling.repetition_penalty != 1:
             raise ValueError(
                 "repetition_penalty is for autoregressive models: tokens have no order"

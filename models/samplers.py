@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from . import ancestral as ancestral  # registers itself, like the next ones
-from . import soar as soar
-from . import unmasking as unmasking
+from . import soar as soar  # registers itself, as all the others do
+from .ancestral import Ancestral
+from .blockwise import Blocks
 from .decoding import Sampling, until
-from .denoising import SAMPLERS, Canvas, Denoiser, Report, RowNoise, Sampler
+from .denoisers import BidirectionalDenoiser, BlockDenoiser, Cache
+from .denoising import FAMILIES, SAMPLERS, Canvas, Denoiser, Family, Report, RowNoise, Sampler
+from .ordered import Eso, EsoDenoiser
+from .transformer import Transformer
+from .unmasking import FirstHitting
 
 
 @torch.inference_mode()
@@ -48,23 +52,60 @@ def sample(
     for row, prompt in enumerate(prompts):
         together[len(prompt) % denoiser.block_size].append(row)
     for rows in together.values():
-        canvas = _canvas(denoiser, [prompts[row] for row in rows], new_tokens)
+        canvas = _canvas(denoiser, [prompts[row] for row in rows], new_tokens, eos)
         denoiser.reset()
         noise = RowNoise(seed, rows, denoiser.device)
         sampler.fill(denoiser, canvas, noise, [report.committed[row] for row in rows])
         for row, text in zip(rows, canvas.ids[:, canvas.prompt :].tolist()):
-            texts[row] = until(text, eos)
+            texts[row] = until(text[:new_tokens], eos)
     report.calls, report.sequences = denoiser.calls - calls, denoiser.sequences - sequences
     return texts, report
 
 
-def _canvas(denoiser: Denoiser, prompts: Sequence[Sequence[int]], new_tokens: int) -> Canvas:
+def _canvas(
+    denoiser: Denoiser, prompts: Sequence[Sequence[int]], new_tokens: int, eos: int | None
+) -> Canvas:
+    """Prompts padded on the left, and as many tokens to fill as fill the last block too."""
     empty = 0 if denoiser.mask_id is None else denoiser.mask_id
     width = max(map(len, prompts))
+    new_tokens += -(width + new_tokens) % denoiser.block_size
     rows = [[0] * (width - len(p)) + list(p) + [empty] * new_tokens for p in prompts]
     real = [[False] * (width - len(p)) + [True] * (len(p) + new_tokens) for p in prompts]
     return Canvas(
         torch.tensor(rows, device=denoiser.device),
         torch.tensor(real, device=denoiser.device),
-        prompt=width, begin=width, end=width + new_tokens,
+        prompt=width, begin=width, end=width + new_tokens, eos=eos,
     )  # fmt: skip
+
+
+def family_of(objective: Mapping[str, Any]) -> Family:
+    """What a model trained with ``objective``, settings such as {"type": "masked"}, is; one that is
+    no diffusion is autoregressive."""
+    named: Any = objective.get("type")
+    return named if named in FAMILIES else "causal"
+
+
+def default_sampler(family: Family) -> Any:
+    """The config of the sampler that follows the process the model was trained for."""
+    return {
+        "masked": Ancestral.Config(), "uniform": Ancestral.Config(),
+        "block": Blocks.Config(inner=FirstHitting.Config()), "eso": Eso.Config(),
+    }[family]  # fmt: skip
+
+
+def denoiser_of(
+    model: Transformer, objective: Mapping[str, Any], guidance: float = 0.0, cache: Cache = "none"
+) -> Denoiser:
+    """The denoiser of a model trained with ``objective``, settings with all their values.
+    guidance, cache: see ``BidirectionalDenoiser``; ValueError for another one."""
+    family = family_of(objective)
+    if family in ("masked", "uniform"):
+        return BidirectionalDenoiser(model, family, guidance, cache)
+    for name, value, default in (("guidance", guidance, 0.0), ("cache", cache, "none")):
+        if value != default:
+            raise ValueError(f"{name}={value} is for masked and uniform diffusion, not {family}")
+    if family == "block":
+        return BlockDenoiser(model, objective["block_size"])
+    if family == "eso":
+        return EsoDenoiser(model, objective["alpha0"], objective["variant"])
+    return Denoiser("causal", model.config.predicted_vocab_size)  # which every sampler refuses

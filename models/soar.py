@@ -43,8 +43,8 @@ class _BeamSearch(Sampler):
 
     temperature: ClassVar[float] = 0.0
 
-    def check(self, denoiser: Denoiser) -> None:
-        super().check(denoiser)
+    def check_settings(self, denoiser: Denoiser) -> None:
+        super().check_settings(denoiser)
         name = SAMPLERS.name_of(type(self.config))
         if self.sampling.temperature != 0:
             raise ValueError(f"sampler={name} takes the likeliest tokens: temperature must be 0")

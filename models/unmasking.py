@@ -95,7 +95,10 @@ class FirstHitting(_Unmasking):
 class Remasking(_Unmasking):
     """As many tokens in every step, the most certain ones: LLaDA's low-confidence remasking (Nie et
     al. 2025, arXiv 2502.09992) and, by ``order``, Dream's (arXiv 2508.15487).  Of M tokens, each of
-    ``steps`` steps keeps ⌊M/steps⌋ and the first M mod steps one more."""
+    ``steps`` steps keeps ⌊M/steps⌋ and the first M mod steps one more.
+
+    With one token per step, ``random``, ``margin`` and ``entropy`` draw from the model's
+    distribution; ``confidence`` does not, for it prefers places where a likely token was drawn."""
 
     @dataclass(frozen=True)
     class Config:

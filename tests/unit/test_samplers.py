@@ -38,6 +38,8 @@ def test_the_table_is_that_of_the_distribution() -> None:
 @pytest.mark.parametrize("config", [
     FirstHitting.Config(),
     Remasking.Config(order="random"),
+    Remasking.Config(order="margin"),
+    Remasking.Config(order="entropy"),
     Ancestral.Config(steps=150),
     Ancestral.Config(steps=150, last="ancestral"),
     PredictorCorrector.Config(steps=150, eta=0.05),
@@ -71,9 +73,11 @@ def test_all_tokens_at_once_are_independent(denoiser: Denoiser) -> None:
     assert statistic > 3 * limit
 
 
-def test_remasking_of_many_tokens_is_not_exact() -> None:
-    texts = drawn(MaskedTable(JOINT), Remasking.Config(steps=2, order="random"))
-    statistic, limit = chi_square(texts, JOINT.table)
+@pytest.mark.parametrize("config", [Remasking.Config(steps=2, order="random"),
+                                    Remasking.Config(order="confidence")])  # fmt: skip
+def test_samplers_that_are_not_exact(config: Any) -> None:
+    """Two tokens at once; an order that depends on the tokens that were drawn."""
+    statistic, limit = chi_square(drawn(MaskedTable(JOINT), config), JOINT.table)
     assert statistic > 1.5 * limit
 
 
