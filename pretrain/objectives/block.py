@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from models.attention import Visibility
-from models.config import ModelConfig
 from models.losses import IGNORE
 from parallel.stage import MicroBatch
 
@@ -98,9 +97,9 @@ class Block(Masked):
             text = f"{self.block_size} does not divide sequence_length={sequence_length}"
             return [("block_size", text)]
 
-        def model_problems(self, model: ModelConfig) -> list[tuple[str, str]]:
-            found = super().model_problems(model)
-            return found + (self.needs_positions(model) if self.block_size > 1 else [])
+        @property
+        def hides_several(self) -> bool:
+            return self.block_size > 1
 
     config: Config
 

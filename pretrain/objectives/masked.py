@@ -49,7 +49,13 @@ class Masked(Diffusion):
             return 0.5
 
         def model_problems(self, model: ModelConfig) -> list[tuple[str, str]]:
-            return super().model_problems(model) + self.needs_mask_token(model)
+            found = super().model_problems(model) + self.needs_mask_token(model)
+            return found + (self.needs_positions(model) if self.hides_several else [])
+
+        @property
+        def hides_several(self) -> bool:
+            """Whether a token may have to be predicted beside other hidden ones."""
+            return True
 
     config: Config
 

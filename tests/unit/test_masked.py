@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.losses import IGNORE, CrossEntropy
+from models.positions import NoPE
 from pretrain.objectives.base import Objective, build_objective
 from pretrain.objectives.masked import Masked
 from tests.enumerable import Joint, Logits, losses, masked_model
@@ -183,3 +185,9 @@ def test_a_model_without_a_mask_token_is_refused() -> None:
     ((path, text),) = Masked.Config().model_problems(ModelConfig())
     assert path == "type" and "model.mask_token=true" in text
     assert not Masked.Config().model_problems(MODEL)
+
+
+def test_masks_without_positions_are_refused() -> None:
+    """Nothing would tell one hidden token from another."""
+    ((path, text),) = Masked.Config().model_problems(replace(MODEL, position=NoPE.Config()))
+    assert path == "type" and "model.position=nope" in text
