@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from models.adarope import LearnedTable
-from models.collectives import bound
+from models.collectives import axis, bound
+from models.conditioned import Modulation
 from models.norms import AttentionVariance, ProjectionRMSNorm, RMSNorm
 from models.positions import AdaRoPE, LeRoPE
 from parallel import gradients
@@ -32,6 +33,7 @@ TIED = replace(SMALL, tie_embeddings=True)
 ADAROPE = replace(SMALL, position=AdaRoPE.Config())
 LEROPE = replace(SMALL, position=LeRoPE.Config())
 LNS = chosen(SMALL, block="lns")
+ADALN = chosen(SMALL, block="adaln")
 OLMO2, STRONG_BHYT = component_cases()["olmo2"], component_cases()["bhyt-strong"]
 DP2 = Case(world=2, micro_batches=2, parallel=ParallelConfig(dp=2))
 FSDP2 = Case(world=2, micro_batches=2, parallel=ParallelConfig(fsdp=2))
@@ -148,6 +150,24 @@ def measure_one_shard(engine: Engine) -> None:
                 module.c.mul_(module.measured() / whole)
 
 
+def hear_the_first_positions(engine: Engine) -> None:
+    """Every rank of a sequence takes the noise of the first one's positions."""
+    for module in engine.model.part.modules():
+        if isinstance(module, Modulation):
+            inner = module.forward
+
+            def forward(x: Any, context: Any, inner=inner):  # type: ignore[no-untyped-def]
+                noise = context.noise[:, : x.shape[1]].repeat(1, axis("sp").size)
+                return inner(x, replace(context, noise=noise))
+
+            module.forward = forward  # type: ignore[method-assign]
+
+
+def keep_noise_embedding_apart(engine: Engine) -> None:
+    """Each stage trains its own copy of what embeds the noise."""
+    del engine.model.hosts["shared.noise.second"]
+
+
 CONTROLS: dict[str, tuple[Case, Callable[[Engine], None]]] = {
     "dropped-data-reduction": (DP2, drop_data_reduction),
     "dropped-sequence-reduction": (TP2_SP, drop_partial_reduction),
@@ -163,6 +183,11 @@ CONTROLS: dict[str, tuple[Case, Callable[[Engine], None]]] = {
     "stage-local-layer": (replace(PP2, model=LNS), count_layers_by_stage),
     "own-heads-normed": (replace(TP2_SP, model=OLMO2), norm_own_heads),
     "one-shard-measured": (replace(TP2_SP, model=STRONG_BHYT), measure_one_shard),
+    "first-positions-heard": (replace(TP2_SP, model=ADALN, noise=True), hear_the_first_positions),
+    "unshared-noise-embedding": (
+        replace(PP2, model=ADALN, noise=True),
+        keep_noise_embedding_apart,
+    ),
     "never-synchronised": (FSDP2_KEEP, skip_last_synchronisation),
 }
 
