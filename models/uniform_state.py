@@ -34,6 +34,9 @@ class UniformState:
     Fields, each [n]: ``targets`` int64, x or IGNORE; ``noisy`` int64, z; ``odds`` α/(1 − α) and
     ``rate`` −α'/α of the row, positive and finite.
 
+    Nothing cancels where the loss is not small itself: in fp32 the error is that of log Σ exp times
+    −α'/(1 − α), as of a cross-entropy with that weight.
+
     clip: rows that cost more count, with their gradients, as if they cost this much.  For training
     alone: what is left is no bound.
     """
@@ -56,12 +59,11 @@ class UniformState:
         x, z = fields["targets"].where(valid, 0), fields["noisy"].where(valid, 0)
         log_px, log_pz = (rows.pick(ids) - rows.log_z for ids in (x, z))
         px, pz, missing = log_px.exp(), log_pz.exp(), -log_px.expm1()
-        shares = torch.mul(rows.exponentials, (kappa * rows.normalizer)[:, None])  # κ p, [n, v]
-        shares.log1p_()
-        logs = shares.sum(1)
+        unit = (kappa * rows.normalizer)[:, None]
+        shares = torch.mul(rows.exponentials, unit)  # κ p, [n, v]
+        logs = shares.log1p_().sum(1)
         # 1/s, in the same memory, which the gradient takes over
-        torch.mul(rows.exponentials, (kappa * rows.normalizer)[:, None], out=shares)
-        shares.add_(1).reciprocal_()
+        torch.mul(rows.exponentials, unit, out=shares).add_(1).reciprocal_()
         inverse = torch.linalg.vecdot(rows.exponentials, shares) * rows.normalizer
         logs, inverse = axis("tp").sum_(torch.stack((logs, inverse)))
 

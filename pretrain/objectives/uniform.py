@@ -58,7 +58,6 @@ class Uniform(Diffusion):
         clip: float | None = field(
             default=None, metadata={"help": "nats that a token counts at most in training"}
         )
-
         curriculum: Curriculum = field(
             default=Curriculum(), metadata={"help": "soft inputs in the first steps"}
         )
