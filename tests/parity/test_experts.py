@@ -25,6 +25,8 @@ from parallel.gradients import clip_gradients, full_parameters, gradient_norm
 from parallel.mesh import ParallelConfig, PipelineConfig, build_mesh
 from pretrain.engine import Engine, build_engine
 from pretrain.objectives.base import build_objective
+from pretrain.objectives.causal import Causal
+from pretrain.objectives.perturbed import Perturbed
 from pretrain.optimizer import ShardedOptimizer
 from pretrain.optimizer_config import MuonConfig, OptimizerConfig
 from pretrain.state import weights
@@ -306,6 +308,29 @@ def test_blocks_behind_the_trunk_have_experts_too(kind: Any) -> None:
     found, wanted = run_case(case)[0], reference(case)
     assert found["gradients"].get("shared.budget.eta", torch.zeros(5)).shape == (5,)
     assert found["experts"] == pytest.approx(wanted["experts"], rel=1e-9, abs=1e-12)
+
+
+# ---------------------------------------------------------------- two views of every sequence
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp", "pp2-uneven", "dp2-ep2"])
+def test_both_views_are_routed(layout: str) -> None:
+    """Self-distillation beside a learned budget: what balances experts is the mean of the views."""
+    case = replace(LAYOUTS[layout], model=model("lapsum-learned"), objective=Perturbed.Config())
+    assert_parity(case)
+    wanted = reference(case)
+    for found in run_case(case):
+        assert found["total"] == pytest.approx(wanted["total"], rel=1e-10)
+        assert found["experts"] == pytest.approx(wanted["experts"], rel=1e-9, abs=1e-12)
+    views = [
+        reference(replace(case, objective=objective))["experts"]
+        for objective in (Causal.Config(), Perturbed.Config(method="pose"))
+    ]
+    mean = {name: (views[0][name] + views[1][name]) / 2 for name in wanted["experts"]}
+    linear = [name for name in mean if name.endswith(("balance", "active", "kept_mass"))]
+    assert linear and views[0][linear[0]] != views[1][linear[0]]
+    for name in linear:
+        assert wanted["experts"][name] == pytest.approx(mean[name], rel=1e-12), name
 
 
 # -------------------------------------------------------------------------- negative controls
