@@ -34,8 +34,14 @@ def run_tasks(
 ) -> dict[str, dict[str, float]]:
     """Task -> figure -> value, under the harness's names.  ``folder`` holds tasks of one's own;
     ``options`` go to the harness's ``simple_evaluate``."""
-    manager = importlib.import_module("lm_eval.tasks").TaskManager(include_path=folder)
-    unknown = [name for name in tasks if name not in manager.all_tasks]
+    manager_of = importlib.import_module("lm_eval.tasks").TaskManager
+    manager, unknown = None, list(tasks)
+    if folder is not None:  # the harness's own tasks are thousands of files: a minute to read
+        manager = manager_of(include_path=folder, include_defaults=False)
+        unknown = [name for name in tasks if name not in manager.all_tasks]
+    if unknown:
+        manager = manager_of(include_path=folder)
+        unknown = [name for name in tasks if name not in manager.all_tasks]
     if unknown:
         raise ValueError(f"the harness knows no task {', '.join(unknown)}")
     found = harness().simple_evaluate(

@@ -54,12 +54,15 @@ def save_run(
     *,
     steps: tuple[int, ...] = (3,),
     tokenizer: bool = False,
+    objective: dict[str, Any] | None = None,
 ) -> Transformer:
     """A run folder with checkpoints of ``model`` (the optimizer's state besides)."""
     model = tiny_model(config) if model is None else model
     tensors = {f"model/{name}": tensor.detach() for name, tensor in stored_tensors(model)}
     tensors |= {f"optimizer/exp_avg/{name}": p.data for name, p in model.named_parameters()}
     run = {"model": encode(config), "training": {"sequence_length": LENGTH}, "data": {"train": []}}
+    if objective is not None:
+        run["objective"] = objective
     manager = CheckpointManager(folder / "checkpoints", asynchronous=False, keep_last=len(steps))
     for step in steps:
         manager.save(step, tensors, {"config": run})

@@ -9,13 +9,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from data_tools.tokenizers import byte_tokenizer
+from launch import harness
+from models.likelihood import Scoring
 from models.transformer import Transformer
 from pretrain.export import export_hugging_face
+from pretrain.lm_eval_adapter import TextScorer
+from pretrain.trained import build_model, open_trained
 from tests.trained import LENGTH, save_run, tiny_config
 
 TEXTS = ["It is a truth", "universally acknowledged, that a single man", "é: two bytes"]
@@ -28,6 +33,34 @@ output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{{{text}}}}"
 metric_list: [{{metric: bits_per_byte}}]
+metadata: {{version: 1}}
+"""
+QUESTIONS: list[dict[str, Any]] = [
+    {"question": "the cat sat on the", "choices": ["mat", "hill", "?"], "answer": 0},
+    {"question": "the dog ran", "choices": ["a", "b", "c"], "answer": 1},
+]
+CHOICE = """
+task: local_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list: [{{metric: acc}}]
+metadata: {{version: 1}}
+"""
+CONTINUED = """
+task: local_text_until
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["a"], max_gen_toks: 5}}
+metric_list: [{{metric: exact_match}}]
 metadata: {{version: 1}}
 """
 LEARNED = {
@@ -89,6 +122,56 @@ def test_the_harness_measures_what_we_measure(tmp_path: Path) -> None:
     (result,) = (tmp_path / "out").rglob("results_*.json")
     found = json.loads(result.read_text())["results"]["local_text"]["bits_per_byte,none"]
     assert found == pytest.approx(bits_per_byte(trained), rel=1e-5)
+
+
+def local_tasks(folder: Path) -> Path:
+    tasks = folder / "tasks"
+    tasks.mkdir()
+    rows, questions = folder / "rows.jsonl", folder / "questions.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    questions.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    (tasks / "text.yaml").write_text(TASK.format(rows=rows))
+    (tasks / "choice.yaml").write_text(CHOICE.format(rows=questions))
+    (tasks / "until.yaml").write_text(CONTINUED.format(rows=questions))
+    return tasks
+
+
+def best_choices(run: Path) -> float:
+    """Accuracy on QUESTIONS by our own code."""
+    trained = open_trained(run)
+    scorer = TextScorer(trained, build_model(trained), byte_tokenizer(), Scoring())
+    right = 0
+    for question in QUESTIONS:
+        pairs = [(str(question["question"]), f" {choice}") for choice in question["choices"]]
+        scores = [nats for nats, _ in scorer.continuations(pairs)]
+        right += scores.index(max(scores)) == question["answer"]
+    return right / len(QUESTIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["causal", "masked", "uniform"])
+def test_our_own_adapter(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    require_harness()
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    trained = save_run(
+        tmp_path / "run", tiny_config(mask_token=kind == "masked"), tokenizer=True,
+        objective={"type": kind},
+    )  # fmt: skip
+    tasks = local_tasks(tmp_path)
+    names = ["local_text", "local_choice", *(["local_text_until"] if kind == "causal" else [])]
+    command = [str(tmp_path / "run"), "--tasks", ",".join(names), "--include-path", str(tasks)]
+    assert harness.main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(found) == set(names)
+    if kind == "causal":
+        measured = found["local_text"]["bits_per_byte,none"]
+        assert measured == pytest.approx(bits_per_byte(trained), rel=1e-5)
+    assert found["local_choice"]["acc,none"] == best_choices(tmp_path / "run")
+    assert harness.main([*command, "--limit", "1", "--draws", "2"]) == 0
+    assert "local_choice" in capsys.readouterr().out
 
 
 def test_an_environment_with_the_harness_does_not_skip(monkeypatch: pytest.MonkeyPatch) -> None:
