@@ -20,8 +20,10 @@ from data_tools.tokenizers import TextTokenizer, load_tokenizer
 from models.hf_names import CUSTOM_TARGET, NATIVE_TARGETS, hf_config, native_target, obstacles
 from models.lapsum import budget_split
 from models.transformer import Transformer
+from parallel.expert import expert_layers
 from pretrain.decode import encode
 from pretrain.export_weights import Shards, as_stored, plan_shards, write_json, write_shards
+from pretrain.run_folder import read_metrics
 from pretrain.trained import TrainedModel, open_trained, without_learned_positions, without_mtp
 from pretrain.verify_hf import Verification, compute_reference, require_transformers, verify
 from pretrain.yaml_text import nearest
@@ -31,6 +33,7 @@ DTYPES = ("stored", "float32", "bfloat16", "float16")
 DEFAULT_SHARD_BYTES = 5 * 10**9
 _CUSTOM = "the folder carries its own code: transformers loads it with trust_remote_code=True"
 _ENTRY_FILES = ("configuration_midspan", "modeling_midspan")
+_STEP_FOLDER = re.compile(r"step_(\d+)")
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)
 
 
@@ -163,7 +166,8 @@ def write_configs(
         sequence_length=trained.sequence_length,
         tree=encode(trained.config),
     )
-    write_json(folder / "config.json", {**config, **_budget(trained), **ids, **version})
+    facts = {**_budget(trained), **_active_experts(trained)}
+    write_json(folder / "config.json", {**config, **facts, **ids, **version})
     # Where no token is for padding, a batch of prompts is filled with eos; only here, because
     # in config.json it would also keep eos from being trained.
     filler = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
@@ -183,6 +187,22 @@ def _budget(trained: TrainedModel) -> dict[str, list[float]]:
         budget: Any = Transformer(trained.config).shared["budget"]
     split = budget_split(trained.weights[eta], budget.total, budget.most)
     return {"expert_budget": [round(k, 6) for k in split.tolist()]}
+
+
+def _active_experts(trained: TrainedModel) -> dict[str, list[float]]:
+    """Mean active experts of each layer that has some, as last logged up to the checkpoint's step;
+    nothing where the checkpoint is in no run folder."""
+    layers, log = expert_layers(trained.config), trained.path.parent.parent / "metrics.jsonl"
+    step = _STEP_FOLDER.fullmatch(trained.path.name)
+    if not layers or step is None or not log.is_file():
+        return {}
+    names = [f"experts/{layer}/active" for layer in layers]
+    rows: list[dict[str, Any]] = []
+    with contextlib.suppress(ValueError):  # a damaged log is no reason to keep a model back
+        rows = read_metrics(log)
+    rows = [row for row in rows if row["step"] <= int(step[1]) and names[0] in row]
+    found = [rows[-1].get(name) for name in names] if rows else []
+    return {"experts_active": [round(x, 4) for x in found if x is not None]} if found else {}
 
 
 def _find_tokenizer(trained: TrainedModel, given: str | Path | None) -> TextTokenizer | None:
