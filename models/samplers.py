@@ -11,7 +11,7 @@ import torch
 from . import soar as soar  # registers itself, as all the others do
 from .ancestral import Ancestral
 from .blockwise import Blocks
-from .decoding import Sampling, until
+from .decoding import Sampling, generate, until
 from .denoisers import BidirectionalDenoiser, BlockDenoiser, Cache
 from .denoising import FAMILIES, SAMPLERS, Canvas, Denoiser, Family, Report, RowNoise, Sampler
 from .ordered import Eso, EsoDenoiser
@@ -109,3 +109,17 @@ def denoiser_of(
     if family == "eso":
         return EsoDenoiser(model, objective["alpha0"], objective["variant"])
     return Denoiser("causal", model.config.predicted_vocab_size)  # which every sampler refuses
+
+
+def continued(
+    model: Transformer, objective: Mapping[str, Any], prompts: Sequence[Sequence[int]],
+    new_tokens: int, sampling: Sampling, *, eos: int | None = None, seed: int = 0,
+) -> list[list[int]]:  # fmt: skip
+    """What a model trained with ``objective`` adds to each prompt (at least one token): token by
+    token, or with the sampler that follows its diffusion."""
+    family = family_of(objective)
+    if family == "causal":
+        return generate(model, prompts, new_tokens, sampling, eos=eos, seed=seed)
+    denoiser = denoiser_of(model, objective)
+    config = default_sampler(family)
+    return sample(denoiser, prompts, new_tokens, config, sampling, eos=eos, seed=seed)[0]

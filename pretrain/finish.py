@@ -8,7 +8,8 @@ from typing import Any
 
 from data_tools.tokenizers import load_tokenizer
 from models.collectives import bind
-from models.decoding import Sampling, generate
+from models.decoding import Sampling
+from models.samplers import continued
 
 from .config import RunConfig
 from .data import bytes_per_token, manifests
@@ -66,11 +67,11 @@ def _sample(config: RunConfig, folder: RunFolder, checkpoint: Path, artefacts: A
     tokenizer = load_tokenizer(config.data.tokenizer_folder)
     beginning = config.finish.prompt or ""
     prompt = tokenizer.encode(beginning) or [tokenizer.eos_id or 0]
-    model = build_model(open_trained(checkpoint))
-    tokens = config.finish.sample_tokens
-    [ids] = generate(
-        model, [prompt], tokens, Sampling(temperature=0.8), eos=tokenizer.eos_id, seed=config.seed
-    )
+    trained = open_trained(checkpoint)
+    [ids] = continued(
+        build_model(trained), trained.objective, [prompt], config.finish.sample_tokens,
+        Sampling(temperature=0.8), eos=tokenizer.eos_id, seed=config.seed,
+    )  # fmt: skip
     text = beginning + tokenizer.decode(ids)
     artefacts["sample"] = folder.path / "sample.txt"
     write_atomic(folder.path / "sample.txt", text + "\n")

@@ -12,7 +12,7 @@ import pytest
 
 from data_tools.tokenizers import byte_tokenizer
 from launch import convert, generate
-from models import decoding
+from models import decoding, samplers
 from tests.trained import LENGTH, save_run, tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +110,87 @@ def test_without_transformers(
     """Hugging Face folders are read by our own code."""
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert run(capsys, made / "custom", "--tokens", 3)
+
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "masked": {"type": "masked"},
+    "uniform": {"type": "uniform"},
+    "block": {"type": "block", "block_size": 4},
+    "eso": {"type": "eso", "alpha0": 0.5, "variant": "B"},
+}
+
+
+@pytest.fixture(scope="module")
+def diffusion(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("diffusion")
+    for name, objective in OBJECTIVES.items():
+        config = tiny_config(vocab_size=258, mask_token=True)
+        save_run(folder / name, config, tokenizer=True, objective=objective)
+    return folder
+
+
+@pytest.mark.parametrize("family", OBJECTIVES)
+def test_diffusion_has_a_sampler_of_its_own(
+    family: str, diffusion: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, model = byte_tokenizer(), tiny_model(tiny_config(vocab_size=258, mask_token=True))
+    denoiser = samplers.denoiser_of(model, OBJECTIVES[family])
+    config = samplers.default_sampler(denoiser.family)
+    expected, report = samplers.sample(
+        denoiser, [words.encode("Emma")] * 2, 12, config, eos=words.eos_id, seed=2
+    )
+    source = str(diffusion / family)
+    options = ["--prompt", "Emma", "--tokens", "12", "--seed", "2", "--num-samples", "2"]
+    assert generate.main([source, *options]) == 0
+    captured = capsys.readouterr()
+    for text in expected:
+        assert "Emma" + words.decode(text) + "\n" in captured.out
+    assert f"of {family} diffusion: {report.calls} forward passes" in captured.err
+
+
+def test_settings_of_a_sampler(diffusion: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def passes(*options: str) -> int:
+        assert generate.main([str(diffusion / "masked"), "--tokens", "12", *options]) == 0
+        return int(capsys.readouterr().err.split("diffusion: ")[1].split()[0])
+
+    assert passes("--sampler", "remasking", "--steps", "3") == 3
+    assert passes("--sampler", "remasking", "--set", "order=random", "--greedy") == 12
+    assert passes("--sampler", "soar", "--set", "beam=3", "--set", "threshold=1") == 12
+    assert passes("--steps", "2", "--guidance", "1", "--top-k", "5") <= 3
+    blocks = ["--sampler", "blocks", "--cache", "dual", "--set", "block_size=6"]
+    assert passes(*blocks, "--set", "inner=remasking", "--set", "inner.steps=2") == 4
+    # a sampler's own temperature
+    texts = [
+        run(capsys, diffusion / "masked", "--sampler", "remasking", "--seed", seed, *more)
+        for seed, more in ((1, []), (2, []), (1, ["--temperature", 1]))
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("family, arguments, expected", [
+    ("masked", ["--sampler", "sor"], "unknown sampler 'sor'"),
+    ("masked", ["--sampler", "eso"], "sampler=eso is for eso diffusion"),
+    ("uniform", ["--sampler", "soar"], "any token may change"),
+    ("block", ["--sampler", "threshold"], "use blocks"),
+    ("block", ["--set", "block_size=8"], "trained on blocks of 4"),
+    ("eso", ["--cache", "dual"], "cache=dual is for masked"),
+    ("uniform", ["--guidance", "1"], "guidance"),
+    ("masked", ["--set", "stepz=3"], "unknown key"),
+    ("masked", ["--sampler", "threshold", "--steps", "3"], "sampler.steps"),
+    ("masked", ["--sampler", "soar", "--temperature", "1"], "temperature must be 0"),
+    ("masked", ["--repetition-penalty", "2"], "repetition_penalty is for autoregressive"),
+    ("causal", ["--sampler", "soar", "--steps", "3"], "--sampler, --steps: for diffusion models"),
+])  # fmt: skip
+def test_samplers_that_do_not_fit(
+    family: str, arguments: list[str], expected: str, diffusion: Path, made: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    source = made / "run" if family == "causal" else diffusion / family
+    assert generate.main([str(source), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and expected in captured.err
+    assert "Traceback" not in captured.err
 
 
 def test_a_real_process(made: Path, tmp_path: Path) -> None:
