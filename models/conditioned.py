@@ -124,11 +124,11 @@ class ModulatedNorm(nn.Module):
 @BLOCKS.register("adaln")
 class AdaLNBlock(Block):
     """x + g₁ A(N(x)(1 + s₁) + b₁), then x + g₂ F(N(x)(1 + s₂) + b₂), where (b₁, s₁, g₁, b₂, s₂, g₂)
-    = W c + b is a function of the noise of a position (adaLN-Zero: Peebles & Xie 2023, arXiv
+    is an affine map of the condition c of a position (adaLN-Zero: Peebles & Xie 2023, arXiv
     2212.09748, section 3.2; in language models arXiv 2310.16834 and 2602.15014, whose published
     code this follows).  The final norm is modulated alike, without a gate.
 
-    W and b start at zero, so that every block starts as the identity.  Gates are not 1 + g.  A
+    These maps start at zero, so that every block starts as the identity.  Gates are not 1 + g.  A
     model that is told of no noise has σ = 0 everywhere.
     """
 

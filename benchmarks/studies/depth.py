@@ -114,6 +114,10 @@ REFERENCES = (
 )
 
 
+# adaln starts as the identity, at every depth.
+PLACEMENTS = [name for name in BLOCKS.names() if name != "adaln"]
+
+
 def model_config(scheme: Scheme, layers: int) -> ModelConfig:
     norm = VARIANTS.get(scheme.norm) or NORMS.config_class(scheme.norm)()
     return ModelConfig(
@@ -134,7 +138,7 @@ def schemes() -> list[Scheme]:
     """The ones with references, and every other legal pair, bare and as the placement asks."""
     found = [*REFERENCES, *(Scheme(b, "rms", "1", feedforward="gelu") for b in ("span", "post"))]
     known = {scheme.key for scheme in found}
-    for block in BLOCKS.names():
+    for block in PLACEMENTS:
         for norm in dict.fromkeys([*NORMS.names(), *VARIANTS]):
             for gain in ("1", "own"):
                 scheme = Scheme(block, norm, gain)
@@ -416,7 +420,7 @@ def draw(result: Mapping[str, Any]) -> "Figure":
 
 
 def _grid(axis: Any, values: Mapping[str, Mapping[int, Point]], gain: str) -> None:
-    blocks, norms = BLOCKS.names(), NORMS.names()
+    blocks, norms = PLACEMENTS, NORMS.names()
     shown = [[math.nan] * len(norms) for _ in blocks]
     for i, block in enumerate(blocks):
         for j, norm in enumerate(norms):
