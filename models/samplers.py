@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from . import soar as soar  # registers itself, as all the others do
 from .ancestral import Ancestral
 from .blockwise import Blocks
 from .decoding import Sampling, generate, until
 from .denoisers import BidirectionalDenoiser, BlockDenoiser, Cache
 from .denoising import FAMILIES, SAMPLERS, Canvas, Denoiser, Family, Report, RowNoise, Sampler
 from .ordered import Eso, EsoDenoiser
+from .soar import SOAR as SOAR  # registers itself, as all the others do
 from .transformer import Transformer
 from .unmasking import FirstHitting
 

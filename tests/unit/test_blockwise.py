@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from models.attention import SequenceContext
+from models.blocks import BLOCKS
 from models.blockwise import Blocks
 from models.decoding import Sampling
 from models.denoisers import BidirectionalDenoiser, BlockDenoiser
 from models.denoising import FAMILIES, SAMPLERS, Canvas, Denoiser
+from models.norms import NORMS
 from models.ordered import Columns, Eso, EsoDenoiser, OrderedDenoiser
+from models.positions import POSITIONS
 from models.samplers import default_sampler, denoiser_of, family_of, sample
 from models.soar import SOAR
 from models.transformer import Transformer
@@ -43,11 +46,9 @@ def random_ids(length: int, seed: int = 0) -> Tensor:
 INNER = [FirstHitting.Config(), Remasking.Config(steps=2), Threshold.Config(threshold=0.3)]
 
 
-@pytest.mark.parametrize("inner, position", [
-    *[(inner, "rope") for inner in INNER], (INNER[0], "alibi"), (INNER[1], "yarn"),
-])  # fmt: skip
-def test_a_block_cache_changes_nothing(inner: Any, position: str) -> None:
-    model = model_of(position=position)
+@pytest.mark.parametrize("inner", INNER)
+def test_a_block_cache_changes_nothing(inner: Any) -> None:
+    model = model_of()
     config = Blocks.Config(inner=inner)
     texts, report = sample(BlockDenoiser(model, 4), PROMPTS, 10, config, DRAWN, seed=3)
     assert [len(text) for text in texts] == [10] * 4
@@ -75,6 +76,30 @@ def test_a_block_sees_what_it_saw_in_training() -> None:
             canvas = Canvas(filled, windows.real, 0, begin, begin + 4)
             seen = denoiser(canvas)
             torch.testing.assert_close(seen, trained[:, begin : begin + 4], rtol=0, atol=1e-12)
+
+
+COMPONENTS = [
+    (kind, name)
+    for kind, registry in (("position", POSITIONS), ("norm", NORMS), ("block", BLOCKS))
+    for name in registry.names()
+]
+
+
+@pytest.mark.parametrize("kind, name", [*COMPONENTS, ("feedforward", "moe")])
+@torch.inference_mode()
+def test_caches_are_exact_with_every_component(kind: str, name: str) -> None:
+    model, ids = model_of(**{kind: name}), random_ids(12)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    blocks = [BlockDenoiser(model, 4, use_cache) for use_cache in (True, False)]
+    for begin in (0, 4, 4, 8, 8):
+        kept, plain = (blocked(Canvas(ids, real, 0, begin, begin + 4)) for blocked in blocks)
+        torch.testing.assert_close(kept, plain, rtol=0, atol=1e-12)
+    ordered = [EsoDenoiser(model, use_cache=use_cache) for use_cache in (True, False)]
+    known = [[0]]
+    for asked in ([3, 5], [2], [9, 8, 7]):
+        kept, plain = (one.ask(Canvas(ids, real, 1, 1, 12), known, [1], [asked]) for one in ordered)
+        torch.testing.assert_close(kept, plain, rtol=0, atol=1e-12)
+        known[0].extend(asked)
 
 
 def test_blocks_of_the_whole_text_are_one_window() -> None:

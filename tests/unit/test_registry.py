@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from models.blocks import BLOCKS
+from models.denoising import SAMPLERS
 from models.feedforward import FEEDFORWARDS
 from models.norms import NORMS, RMSNorm
 from models.positions import POSITIONS
 from models.registry import Registry
+from models.samplers import sample as sample  # registers them all
 from pretrain.objectives.base import OBJECTIVES
 
-REGISTRIES = {r.kind: r for r in (BLOCKS, FEEDFORWARDS, NORMS, POSITIONS, OBJECTIVES)}
+REGISTRIES = {r.kind: r for r in (BLOCKS, FEEDFORWARDS, NORMS, POSITIONS, OBJECTIVES, SAMPLERS)}
 
 
 def _registry() -> tuple[Registry, Any]:
