@@ -91,10 +91,11 @@ def start(options: argparse.Namespace, argv: list[str] | None) -> int:
         return 0
     if options.dry_run:
         from pretrain.plan import describe_plan
-        from pretrain.preflight import check_data
+        from pretrain.preflight import check_data, check_initial_weights
 
-        unchecked = check_data(config)
-        print(describe_plan(config, world_size) + unchecked, end="")
+        more = check_data(config) + check_initial_weights(config)
+        more += "".join(f"{note}\n" for note in config.model.notes(config.slots))
+        print(describe_plan(config, world_size) + more, end="")
         return 0
 
     from pretrain.run import run

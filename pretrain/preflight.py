@@ -56,6 +56,21 @@ def check_data(config: RunConfig) -> str:
     return ""
 
 
+def check_initial_weights(config: RunConfig) -> str:
+    """``ConfigError`` where the run cannot start from what it names; a note where that is not on
+    this machine."""
+    source = config.checkpoint.init_from
+    if source is None:
+        return ""
+    if not Path(source).exists():
+        return f"checkpoint.init_from is not here, so it was not checked: {source}\n"
+    found: Problems = []
+    _collect(found, "checkpoint.init_from", lambda: check_source(config, Path(source)))
+    if found:
+        raise ConfigError([Problem(*problem) for problem in found])
+    return ""
+
+
 def data_problems(config: RunConfig) -> Problems:
     """Why the datasets cannot give what the run needs."""
     samples = config.training.total_steps * config.training.batch
@@ -116,13 +131,17 @@ def check_checkpoint(config: RunConfig) -> None:
         require_same_experiment(config, read_manifest(path), fingerprints(config))
         require_tensors(config, path, model_rules(config.model, config.optimizer))
     elif config.checkpoint.init_from is not None:
-        source = Path(config.checkpoint.init_from)
-        if is_hugging_face(source):
-            check_hugging_face(config, source)
-        else:
-            path = find_checkpoint(source)
-            saved = {name.removeprefix("model/") for name in read_manifest(path).tensors}
-            require_tensors(config, path, leave_out=new_positions(config, saved))
+        check_source(config, Path(config.checkpoint.init_from))
+
+
+def check_source(config: RunConfig, source: Path) -> None:
+    """``ValueError`` unless ``source`` holds weights that the run's model can start from."""
+    if is_hugging_face(source):
+        check_hugging_face(config, source)
+        return
+    path = find_checkpoint(source)
+    saved = {name.removeprefix("model/") for name in read_manifest(path).tensors}
+    require_tensors(config, path, leave_out=new_positions(config, saved))
 
 
 def require_tensors(

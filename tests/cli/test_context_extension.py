@@ -100,3 +100,17 @@ def test_learned_positions_are_not_dropped(
     learned = extend(workspace, "adarope")
     command = [workspace.recipe, "name=back", f"checkpoint.init_from={learned}"]
     refused(capsys, workspace.root, command, ["log_scale"])
+
+
+def test_a_dry_run_looks_at_what_a_run_would_start_from(
+    workspace: Workspace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dry = [str(workspace.recipe), "name=dry", "--dry-run"]
+    absent = workspace.root / "absent"
+    assert pretrain.main([*dry, f"checkpoint.init_from={absent}"]) == 0
+    assert f"init_from is not here, so it was not checked: {absent}" in capsys.readouterr().out
+    here = [*dry, f"checkpoint.init_from={workspace.folder}"]
+    refused(capsys, workspace.root, [*here, "model.norm=layer"],
+            ["checkpoint.init_from: ", "does not fit this run's model"])  # fmt: skip
+    assert pretrain.main([*here, "model.position={type: adarope, reference_length: 999}"]) == 0
+    assert "note: model.position.reference_length = 999 is not below" in capsys.readouterr().out
