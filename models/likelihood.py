@@ -231,7 +231,7 @@ def masked_likelihood(
     guidance w > 0 scores with logits u + (w + 1) (l − u), u those of the prompt masked (classifier-
     free guidance, arXiv 2410.18514): no likelihood of the model any more.
     """
-    _check_draws(draws)
+    check_draws(draws)
     rows = []
     for number, request in enumerate(requests):
         for group, weight, chosen in _mask_sets(request, draws, seed):
@@ -270,7 +270,7 @@ def uniform_likelihood(
     The prompt is noised with the answer, because the model knows no sequence of which a part is
     clean: see ``Request.whole``.  ``classes``: ids that noise can be, 0 … classes − 1.
     """
-    _check_draws(draws)
+    check_draws(draws)
     rows = [
         row
         for number, request in enumerate(requests)
@@ -316,7 +316,8 @@ def greedy_answer(predict: Predict, request: Request, mask: int) -> bool:
     return True
 
 
-def _check_draws(draws: int) -> None:
+def check_draws(draws: int) -> None:
+    """``ValueError`` unless they go in pairs."""
     if draws < 2 or draws % 2:
         raise ValueError(f"draws must be an even number, at least 2: given {draws}")
 

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_tools.tokenizers import TextTokenizer
-from models.decoding import Sampling, generate
+from models.decoding import Sampling
 from models.likelihood import Request, Scoring, likelihoods
+from models.samplers import continued
 from models.transformer import Transformer
 
+from .objective_likelihood import whole_likelihoods
 from .trained import TrainedModel
 
 
@@ -89,7 +91,11 @@ class TextScorer:
 
     def texts(self, texts: Sequence[str]) -> list[float]:
         """log p of each whole text: the sum over windows as long as the model's sequences."""
-        parts = [list(self.windows(self.words.encode(text))) for text in texts]
+        return self.token_sequences([self.words.encode(text) for text in texts])
+
+    def token_sequences(self, sequences: Sequence[Sequence[int]]) -> list[float]:
+        """The same for texts given as tokens."""
+        parts = [list(self.windows(ids)) for ids in sequences]
         scores = iter(self._score([request for each in parts for request in each]))
         return [sum(next(scores)[0] for _ in each) for each in parts]
 
@@ -115,16 +121,14 @@ class TextScorer:
             yield Request(tuple(before or self._beginning()), tuple(ids[begin : begin + length]))
 
     def until(self, context: str, options: dict[str, Any]) -> str:
-        """Greedy text behind ``context``, up to the first of the strings ``until``."""
-        if not self.causal:
-            kind = self.trained.objective["type"]
-            raise ValueError(f"this task generates text, which objective {kind} does not do here")
-        prompt = self.words.encode(context) or self._beginning()
-        new = options.get("max_gen_toks", 256)
-        [ids] = generate(
-            self.model, [prompt], new,
-            Sampling(temperature=options.get("temperature", 0.0)),
-            eos=self.words.eos_id, seed=self.scoring.seed,
+        """Greedy text behind ``context``, up to the first of the strings ``until``; of a diffusion
+        model with the sampler that follows its diffusion."""
+        eos = self.words.eos_id
+        prompt = self.words.encode(context) or [0 if eos is None else eos]
+        sampling = Sampling(temperature=options.get("temperature", 0.0))
+        [ids] = continued(
+            self.model, self.trained.objective, [prompt], options.get("max_gen_toks", 256),
+            sampling, eos=eos, seed=self.scoring.seed,
         )  # fmt: skip
         text, stops = self.words.decode(ids), options.get("until") or []
         for stop in [stops] if isinstance(stops, str) else stops:
@@ -141,5 +145,6 @@ class TextScorer:
 
     def _score(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
         length, objective = self.trained.sequence_length, self.trained.objective
-        found = likelihoods(self.model, objective, requests, length, self.scoring)
+        score = whole_likelihoods if objective["type"] == "eso" else likelihoods
+        found = score(self.model, objective, requests, length, self.scoring)
         return [(estimate.nats, bool(estimate.greedy)) for estimate in found]

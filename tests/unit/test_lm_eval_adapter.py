@@ -30,7 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[TrainedM
         ("masked", {"type": "masked"}, {"mask_token": True}),
         ("block", {"type": "block", "block_size": 4}, {"mask_token": True}),
         ("uniform", {"type": "uniform"}, {}),
-        ("eso", {"type": "eso"}, {"mask_token": True}),
+        ("eso", {"type": "eso", "alpha0": 0.5}, {"mask_token": True}),
     ):
         folder = tmp_path_factory.mktemp(name)
         save_run(folder, tiny_config(**changes))
@@ -115,11 +115,12 @@ def test_blocks_see_nothing_behind_them(models: Any) -> None:
     torch.testing.assert_close(seen[:, :4], cut)
 
 
-def test_uniform_noise_scores_the_whole(models: Any) -> None:
-    asked = scorer(models, "uniform", draws=4)
+@pytest.mark.parametrize("name", ["uniform", "eso"])
+def test_some_models_score_the_whole(models: Any, name: str) -> None:
+    asked = scorer(models, name, draws=4)
     (whole, greedy), (joined, _) = asked.continuations([("ab", "cd"), ("a", "bcd")])
     assert whole < 0 and not greedy
-    assert whole != joined  # other noise: a request is more than its text
+    assert (whole == joined) == (name == "eso")  # where the noise is that of the joined text
     assert asked.continuations([("ab", "cd")]) == [(whole, False)]
 
 
@@ -136,19 +137,18 @@ def test_what_cannot_be_scored_is_an_error(models: Any) -> None:
         ids(long[2:]), ids("abc")
     )
     for name, scoring, words in (
-        ("eso", {}, "objective eso is not known"),
+        ("eso", {"draws": 3}, "even number"),
         ("causal", {"whole": True}, "no whole"),
         ("block", {"guidance": 1.0}, "guidance is for masked diffusion"),
         ("masked", {"draws": 3}, "even number"),
     ):
         with pytest.raises(ValueError, match=words):
             scorer(models, name, **scoring).continuations([("ab", "cd")])
-    with pytest.raises(ValueError, match="generates text"):
-        scorer(models, "masked").until("a", {})
 
 
-def test_text_stops_where_the_task_says(models: Any) -> None:
-    asked = scorer(models, "causal")
+@pytest.mark.parametrize("name", ["causal", "masked", "block", "uniform"])
+def test_text_stops_where_the_task_says(models: Any, name: str) -> None:
+    asked = scorer(models, name)
     text = asked.until("It is", {"until": [], "max_gen_toks": 20})
     assert len(text) > 4
     stop = text[3]
