@@ -17,9 +17,13 @@ from data_tools.tokenizers import TextTokenizer, load_tokenizer
 from launch._command import Parser, exit_code_of
 from models.ancestral import Ancestral
 from models.decoding import Sampling, generate
-from models.denoising import SAMPLERS, Family
-from models.samplers import default_sampler, denoiser_of, family_of, sample
+from models.denoising import SAMPLERS
+from models.families import Family, family_of
+from models.likelihood import Scoring
+from models.samplers import default_sampler, denoiser_of, sample
 from pretrain.decode import decode, encode
+from pretrain.lm_eval_adapter import TextScorer
+from pretrain.sample_quality import require_judge, sample_quality
 from pretrain.trained import TrainedModel, build_model, open_trained
 from pretrain.yaml_text import merge, parse_overrides
 
@@ -33,6 +37,7 @@ examples:
   python launch/generate.py exported --prompt "It is a truth" --top-p 0.9 --num-samples 3
   python launch/generate.py runs/masked --prompt "It is a truth" --steps 32
   python launch/generate.py runs/masked --sampler soar --set beam=3 --set threshold=0.8
+  python launch/generate.py runs/masked --num-samples 64 --steps 32 --judge runs/austen-3m
   python launch/generate.py runs/masked --sampler blocks --cache dual \\
       --set block_size=16 --set inner=threshold
 """
@@ -65,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
         help="how much more the prompt counts, in masked diffusion (0)")  # fmt: skip
     add("--cache", choices=("none", "prefix", "dual"), default="none",
         help="of masked diffusion in blocks: faster, not quite the same (none)")  # fmt: skip
+    add("--judge", metavar="SOURCE", help="autoregressive model that says how likely the texts are")
     add("--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (0)")
     add("--num-samples", type=int, default=1, metavar="N", help="how many texts (1)")
     add("--step", type=int, metavar="N", help="which checkpoint of the run (the latest)")
@@ -162,6 +168,17 @@ def tokenizer_of(trained: TrainedModel, given: str | None) -> TextTokenizer:
     return words
 
 
+def judge_of(options: argparse.Namespace, device: torch.device) -> TextScorer | None:
+    """The model that --judge names, with its own tokenizer."""
+    if options.judge is None:
+        return None
+    trained = open_trained(options.judge)
+    require_judge(trained)
+    return TextScorer(
+        trained, build_model(trained, device=device), tokenizer_of(trained, None), Scoring()
+    )
+
+
 def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
@@ -180,7 +197,7 @@ def run(argv: list[str] | None) -> None:
     causal = family_of(trained.objective) == "causal"
     if causal:
         refuse_diffusion(options, trained)
-    words = tokenizer_of(trained, options.tokenizer)
+    words, judge = tokenizer_of(trained, options.tokenizer), judge_of(options, device)
     prompt = words.encode(options.prompt)
     if not prompt:
         if words.eos_id is None:
@@ -204,6 +221,9 @@ def run(argv: list[str] | None) -> None:
         if options.num_samples > 1:
             print(f"--- {number}")
         print(options.prompt + words.decode(text))
+    if judge is not None:
+        quality = sample_quality(judge, texts, words, words.encode(options.prompt))
+        print(f"judged by {options.judge}: {quality}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:

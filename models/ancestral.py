@@ -16,12 +16,12 @@ from .denoising import (
     SAMPLERS,
     Canvas,
     Denoiser,
-    Family,
     RowNoise,
     Sampler,
     alpha,
     record,
 )
+from .families import Family
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from .decoding import Sampling
-from .denoising import SAMPLERS, Canvas, Denoiser, Family, RowNoise, Sampler
+from .denoising import SAMPLERS, Canvas, Denoiser, RowNoise, Sampler
+from .families import Family
 from .unmasking import Remasking
 
 DEFAULT_SIZE = 32  # of blocks, where the model has none of its own

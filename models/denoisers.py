@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .attention import SequenceContext
 from .decoding import padded_positions
-from .denoising import Canvas, Denoiser, Family
-from .transformer import Transformer
+from .denoising import Canvas, Denoiser
+from .families import Family
+from .transformer import Head, Transformer
 
 Cache = Literal["none", "prefix", "dual"]
 
@@ -59,7 +60,9 @@ class SlotContext(SequenceContext):
 
 
 class TransformerDenoiser(Denoiser):
-    def __init__(self, model: Transformer, family: Family) -> None:
+    """head: that of a ``model`` without one of its own."""
+
+    def __init__(self, model: Transformer, family: Family, head: Head | None = None) -> None:
         config = model.config
         mask_id = config.mask_id if config.mask_token and family != "uniform" else None
         super().__init__(family, config.predicted_vocab_size, mask_id)
@@ -67,11 +70,11 @@ class TransformerDenoiser(Denoiser):
             raise ValueError(f"{family} diffusion needs a model with a mask token")
         self.model = model
         self.device = next(model.parameters()).device
+        self._head = model.head if head is None else head
 
     def head(self, hidden: Tensor) -> Tensor:
-        assert self.model.head is not None
-        logits: Tensor = self.model.head.logits(hidden)
-        return logits
+        assert self._head is not None
+        return self._head.logits(hidden)
 
 
 class BidirectionalDenoiser(TransformerDenoiser):
@@ -88,9 +91,9 @@ class BidirectionalDenoiser(TransformerDenoiser):
 
     def __init__(
         self, model: Transformer, family: Family = "masked", guidance: float = 0.0,
-        cache: Cache = "none",
+        cache: Cache = "none", head: Head | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(model, family)
+        super().__init__(model, family, head)
         if cache != "none" and family != "masked":
             raise ValueError(f"cache={cache} is for masked diffusion: here every token may change")
         if guidance and self.mask_id is None:
@@ -151,8 +154,10 @@ class BlockDenoiser(TransformerDenoiser):
     tokens of the prompt in the first one.
     """
 
-    def __init__(self, model: Transformer, block_size: int, use_cache: bool = True) -> None:
-        super().__init__(model, "block")
+    def __init__(
+        self, model: Transformer, block_size: int, use_cache: bool = True, head: Head | None = None
+    ) -> None:
+        super().__init__(model, "block", head)
         self.block_size, self.use_cache = block_size, use_cache
         self.stateful = use_cache
         self.reset()

@@ -5,16 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .decoding import Sampling, hash_seed, probabilities
+from .families import Family
 from .registry import Registry
-
-Family = Literal["masked", "uniform", "block", "eso", "causal"]
-FAMILIES: tuple[Family, ...] = get_args(Family)
 
 EPSILON = 1e-3  # α at time 1
 LAST_TIME = 1e-5

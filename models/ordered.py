@@ -17,13 +17,13 @@ from .denoising import (
     SAMPLERS,
     Canvas,
     Denoiser,
-    Family,
     RowNoise,
     Sampler,
     alpha,
     record,
 )
-from .transformer import Transformer
+from .families import Family
+from .transformer import Head, Transformer
 
 Columns = Sequence[Sequence[int]]
 """Columns of every sequence, in order; not equally many."""
@@ -74,8 +74,9 @@ class EsoDenoiser(TransformerDenoiser, OrderedDenoiser):
         alpha0: float = 1.0,
         variant: Literal["A", "B"] = "B",
         use_cache: bool = True,
+        head: Head | None = None,
     ) -> None:
-        super().__init__(model, "eso")
+        super().__init__(model, "eso", head)
         self.alpha0, self.variant = alpha0, variant
         self.use_cache = use_cache and variant == "B"
         self.stateful = self.use_cache

@@ -12,10 +12,11 @@ from .ancestral import Ancestral
 from .blockwise import Blocks
 from .decoding import Sampling, generate, until
 from .denoisers import BidirectionalDenoiser, BlockDenoiser, Cache
-from .denoising import FAMILIES, SAMPLERS, Canvas, Denoiser, Family, Report, RowNoise, Sampler
+from .denoising import SAMPLERS, Canvas, Denoiser, Report, RowNoise, Sampler
+from .families import Family, family_of
 from .ordered import Eso, EsoDenoiser
 from .soar import SOAR as SOAR  # registers itself, as all the others do
-from .transformer import Transformer
+from .transformer import Head, Transformer
 from .unmasking import FirstHitting
 
 
@@ -78,13 +79,6 @@ def _canvas(
     )  # fmt: skip
 
 
-def family_of(objective: Mapping[str, Any]) -> Family:
-    """What a model trained with ``objective``, settings such as {"type": "masked"}, is; one that is
-    no diffusion is autoregressive."""
-    named: Any = objective.get("type")
-    return named if named in FAMILIES else "causal"
-
-
 def default_sampler(family: Family) -> Any:
     """The config of the sampler that follows the process the model was trained for."""
     return {
@@ -94,20 +88,22 @@ def default_sampler(family: Family) -> Any:
 
 
 def denoiser_of(
-    model: Transformer, objective: Mapping[str, Any], guidance: float = 0.0, cache: Cache = "none"
-) -> Denoiser:
+    model: Transformer, objective: Mapping[str, Any], guidance: float = 0.0, cache: Cache = "none",
+    head: Head | None = None,
+) -> Denoiser:  # fmt: skip
     """The denoiser of a model trained with ``objective``, settings with all their values.
-    guidance, cache: see ``BidirectionalDenoiser``; ValueError for another one."""
+    guidance, cache: see ``BidirectionalDenoiser``; ValueError for another one.  head: of a model
+    without one of its own."""
     family = family_of(objective)
     if family in ("masked", "uniform"):
-        return BidirectionalDenoiser(model, family, guidance, cache)
+        return BidirectionalDenoiser(model, family, guidance, cache, head)
     for name, value, default in (("guidance", guidance, 0.0), ("cache", cache, "none")):
         if value != default:
-            raise ValueError(f"{name}={value} is for masked and uniform diffusion, not {family}")
+            raise ValueError(f"{name}={value} is for masked diffusion, not for {family}")
     if family == "block":
-        return BlockDenoiser(model, objective["block_size"])
+        return BlockDenoiser(model, objective["block_size"], head=head)
     if family == "eso":
-        return EsoDenoiser(model, objective["alpha0"], objective["variant"])
+        return EsoDenoiser(model, objective["alpha0"], objective["variant"], head=head)
     return Denoiser("causal", model.config.predicted_vocab_size)  # which every sampler refuses
 
 

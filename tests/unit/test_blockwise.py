@@ -14,13 +14,14 @@ from models.blocks import BLOCKS
 from models.blockwise import Blocks
 from models.decoding import Sampling
 from models.denoisers import BidirectionalDenoiser, BlockDenoiser
-from models.denoising import FAMILIES, SAMPLERS, Canvas, Denoiser
+from models.denoising import SAMPLERS, Canvas, Denoiser
+from models.families import FAMILIES, family_of
 from models.norms import NORMS
 from models.ordered import Columns, Eso, EsoDenoiser, OrderedDenoiser
 from models.positions import POSITIONS
-from models.samplers import default_sampler, denoiser_of, family_of, sample
+from models.samplers import default_sampler, denoiser_of, sample
 from models.soar import SOAR
-from models.transformer import Transformer
+from models.transformer import Transformer, unit_names
 from models.unmasking import FirstHitting, Remasking, Threshold
 from pretrain.objectives.base import OBJECTIVES
 from pretrain.objectives.diffusion import Windows
@@ -262,6 +263,8 @@ def test_ordered_tokens_see_what_they_saw_in_training(variant: Any, use_cache: b
 
 def test_objectives_have_denoisers_and_samplers() -> None:
     model = model_of()
+    headless = Transformer(model.config, unit_names(model.config)[:-1]).double()
+    headless.load_state_dict(model.state_dict(), strict=False)
     trees: list[dict[str, Any]] = [
         {"type": "masked"}, {"type": "block", "block_size": 4},
         {"type": "eso", "alpha0": 0.5, "variant": "A"}, {"type": "uniform"},
@@ -272,6 +275,8 @@ def test_objectives_have_denoisers_and_samplers() -> None:
         config = default_sampler(denoiser.family)
         texts, _ = sample(denoiser, [[3, 1]], 6, config)
         assert len(texts[0]) == 6 and set(texts[0]) <= set(range(MASK))
+        bare = denoiser_of(headless, tree, head=model.head)
+        assert sample(bare, [[3, 1]], 6, config)[0] == texts
     assert family_of({"type": "perturbed"}) == family_of({}) == "causal"
     with pytest.raises(ValueError, match="autoregressive"):
         sample(denoiser_of(model, {"type": "causal"}), [[1]], 2, Eso.Config())
