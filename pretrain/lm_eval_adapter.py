@@ -14,7 +14,7 @@ from typing import Any
 from data_tools.tokenizers import TextTokenizer
 from models.decoding import Sampling
 from models.likelihood import Request, Scoring, likelihoods
-from models.samplers import continued
+from models.samplers import continued, family_of
 from models.transformer import Transformer
 
 from .objective_likelihood import whole_likelihoods
@@ -67,6 +67,10 @@ def language_model(scorer: TextScorer) -> Any:
     return type("Midspan", (base,), asked)()
 
 
+def is_causal(trained: TrainedModel) -> bool:
+    return family_of(trained.objective) == "causal"
+
+
 @dataclass
 class TextScorer:
     """What the harness asks for; it needs no harness itself.
@@ -83,7 +87,7 @@ class TextScorer:
 
     @property
     def causal(self) -> bool:
-        return self.trained.objective["type"] in ("causal", "perturbed")
+        return is_causal(self.trained)
 
     def continuations(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """(nats, whether it is the greedy one) of each continuation of its context."""

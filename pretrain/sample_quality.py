@@ -11,19 +11,20 @@ import torch
 
 from data_tools.tokenizers import TextTokenizer
 
-from .lm_eval_adapter import TextScorer
+from .lm_eval_adapter import TextScorer, is_causal
 from .sequence_losses import standard_error
+from .trained import TrainedModel
 
 
 @dataclass(frozen=True)
 class SampleQuality:
     """Of ``samples`` texts of ``tokens`` tokens in all, in the judge's tokens.
 
-    loss: nats per token under the judge, the first token of a sample included (behind an end-of-
-    text token).  standard_error: of that, over samples; None of a single one.  bits_per_byte: of
-    the same text, to compare under one judge what models with other tokenizers say.
-    entropy: nats, of the frequencies of tokens within a sample, mean over samples; that of as many
-    tokens of the text that the judge learned from is what to compare it with.
+    loss: nats per token under the judge, the first token of a sample included (behind the prompt,
+    or an end-of-text token).  standard_error: of that, over samples; None of a single one.
+    bits_per_byte: of the same text, to compare under one judge what models with other tokenizers
+    say.  entropy: nats, of the frequencies of tokens within a sample, mean over samples; that of as
+    many tokens of the text that the judge learned from is what to compare it with.
     """
 
     samples: int
@@ -47,36 +48,49 @@ class SampleQuality:
         )
 
 
+def require_judge(trained: TrainedModel) -> None:
+    """ValueError unless it is an autoregressive model."""
+    if not is_causal(trained):
+        raise ValueError(
+            f"{trained.path}: objective {trained.objective['type']} only bounds likelihoods; an "
+            "autoregressive model judges samples"
+        )
+
+
 def sample_quality(
-    judge: TextScorer, samples: Sequence[Sequence[int]], words: TextTokenizer
+    judge: TextScorer,
+    samples: Sequence[Sequence[int]],
+    words: TextTokenizer,
+    prompt: Sequence[int] = (),
 ) -> SampleQuality:
-    """Of ``samples``, tokens of the tokenizer ``words``.
+    """Of ``samples`` behind a ``prompt``, which is not judged; tokens of the tokenizer ``words``.
 
     Where that is the judge's own they are judged as they are; otherwise their text is tokenised
     anew, so that any model can be judged.  Empty samples do not count.  ValueError if nothing is
     left, or if the judge is no autoregressive model.
     """
-    if not judge.causal:
-        kind = judge.trained.objective["type"]
-        raise ValueError(
-            f"{judge.trained.path}: objective {kind} only bounds likelihoods; an autoregressive "
-            "model judges samples"
-        )
+    require_judge(judge.trained)
+    own = words.sha256 == judge.words.sha256
     texts = [words.decode(ids) for ids in samples]
-    if words.sha256 != judge.words.sha256:
-        samples = [judge.words.encode(text) for text in texts]
-    left = [ids for ids in samples if ids]
-    if not left:
+    beginning, before = words.decode(prompt), list(prompt)
+    if own:
+        whole = [[*prompt, *ids] for ids in samples]
+    else:
+        before = judge.words.encode(beginning)
+        whole = [judge.words.encode(beginning + text) for text in texts]
+    whole = [ids for ids in whole if len(ids) > len(before)]
+    if not whole:
         raise ValueError("all samples are empty: there is nothing to judge")
-    sums = -torch.tensor(judge.token_sequences(left), dtype=torch.float64)
-    sizes = torch.tensor([len(ids) for ids in left], dtype=torch.float64)
+    *nats, given = judge.token_sequences([*whole, before])
+    sums = given - torch.tensor(nats, dtype=torch.float64)
+    sizes = torch.tensor([len(ids) - len(before) for ids in whole], dtype=torch.float64)
     return SampleQuality(
-        samples=len(left),
+        samples=len(whole),
         tokens=int(sizes.sum()),
         loss=float(sums.sum() / sizes.sum()),
         standard_error=standard_error(sums, sizes),
         bits_per_byte=float(sums.sum()) / math.log(2) / sum(len(t.encode()) for t in texts),
-        entropy=sum(map(unigram_entropy, left)) / len(left),
+        entropy=sum(unigram_entropy(ids[len(before) :]) for ids in whole) / len(whole),
     )
 
 

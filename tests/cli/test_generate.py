@@ -193,6 +193,22 @@ def test_samplers_that_do_not_fit(
     assert "Traceback" not in captured.err
 
 
+def test_an_autoregressive_model_judges(
+    made: Path, diffusion: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line is that of the library, on what is printed; the judge's tokenizer is its own."""
+    options = ["--prompt", "It is", "--tokens", "12", "--num-samples", "3"]
+    for source in (made / "run", diffusion / "masked"):
+        assert generate.main([str(source), *options, "--judge", str(made / "run")]) == 0
+        printed = capsys.readouterr()
+        (line,) = (text for text in printed.err.splitlines() if text.startswith("judged by "))
+        assert "generative perplexity" in line and "unigram entropy" in line
+        assert "3 samples of 36 tokens" in line
+        assert "judged" not in printed.out
+    assert generate.main([str(made / "run"), "--judge", str(diffusion / "masked")]) == 2
+    assert "an autoregressive model judges" in capsys.readouterr().err
+
+
 def test_a_real_process(made: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "llama", tmp_path / "model")
     done = subprocess.run(

@@ -48,6 +48,17 @@ def test_perplexity_is_of_all_tokens(judge: TextScorer) -> None:
     assert sample_quality(judge, SAMPLES[:1], WORDS).standard_error is None
 
 
+def test_a_prompt_is_seen_and_not_judged(judge: TextScorer) -> None:
+    prompt, rest = WORDS.encode("It is "), WORDS.encode("a truth")
+    found = sample_quality(judge, [rest], WORDS, prompt)
+    wanted = nats(judge, prompt + rest) - nats(judge, prompt)
+    assert found.tokens == len(rest)
+    assert found.loss == pytest.approx(wanted / len(rest), rel=1e-6)
+    assert found.entropy == unigram_entropy(rest)
+    other = dataclasses.replace(WORDS, sha256="another")
+    assert sample_quality(judge, [rest], other, prompt) == found
+
+
 def test_repetition_shows_in_the_entropy(judge: TextScorer) -> None:
     assert unigram_entropy([3, 3, 3, 3]) == 0
     assert unigram_entropy([1, 2, 3, 4]) == pytest.approx(math.log(4))
