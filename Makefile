@@ -24,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install pretrain prepare test test-parity test-all lint format bench convert \
-        depth-study stability-study position-study expert-study evaluate generate plan compare doctor clean
+        depth-study stability-study position-study expert-study diffusion evaluate generate plan compare doctor clean
 
 # $(call timed,label,command): runs the command and says how long it took.
 timed = start=$$SECONDS; $(2) && echo "$(1): $$((SECONDS - start)) s"
@@ -89,6 +89,9 @@ position-study: $(STAMP) ## what heads need from positions, on retrieval toys
 
 expert-study: $(STAMP) ## what routers activate, learned budgets, quality at equal activity
 	$(BIN)/python benchmarks/studies/expert.py $(ARGS)
+
+diffusion: $(STAMP) ## train, evaluate and sample every diffusion objective beside autoregression (minutes)
+	$(BIN)/python benchmarks/studies/diffusion.py $(ARGS)
 
 convert: need-RUN need-TO $(STAMP) ## RUN=runs/x TO=folder: export a run to a Hugging Face folder and verify it
 	$(BIN)/python launch/convert.py to-hf $(RUN) $(TO) $(ARGS)

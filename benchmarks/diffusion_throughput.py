@@ -1,9 +1,8 @@
 """Training speed of diffusion objectives beside next-token prediction, and what explains it.
 
-One process trains the same model on the same token windows with each objective: noise, forward and
-backward pass and the optimizer's step.  What an objective should cost at most is its FLOPs per token:
-block diffusion shows the model two slots per token, masked diffusion needs the logits of half of
-them.
+One process trains the same model on the same windows with each objective: noise, forward and backward
+pass and the optimizer's step.  What an objective should cost at most is its FLOPs per token: block
+diffusion shows the model two slots per token, masked diffusion needs the logits of half of them.
 """
 
 import sys
@@ -63,7 +62,7 @@ class Training:
         self.engine: Engine = build_engine(
             config.model, config.parallel, mesh, BuildOptions(), config.slots
         )
-        self.optimizer = ShardedOptimizer(self.engine.model, config.optimizer)
+        self.optimizer = ShardedOptimizer(self.engine.model, config.optimizer, "torch")
         self.objective: Objective = build_objective(
             config.objective, config.model, batch=len(tokens)
         )
@@ -120,13 +119,13 @@ def measure(options: Options, arguments: argparse.Namespace) -> Report:
     torch.set_num_threads(options.threads)
     report = Report(
         "diffusion_throughput",
-        "How fast do diffusion objectives train beside next-token prediction, on the same model and "
-        "windows? Speed: tokens of the data per second over causal's; the bound is the inverse ratio "
-        "of FLOPs per token, attention scores counted in full for every mask.",
+        "How fast do diffusion objectives train beside next-token prediction, on the same model "
+        "and windows? Speed: tokens of the data per second over causal's; the bound is the inverse "
+        "ratio of FLOPs per token, attention scores counted in full for every mask.",
         ["shape", "objective", "tokens/s", "speed / causal", "FLOP bound", "speed / bound",
          "noise ms"],
         {
-            "all": "fp32, eager, AdamW, one micro-batch per step, vocabulary 4,096 and a mask token",
+            "all": "fp32, eager, AdamW, one micro-batch a step, vocabulary 4,096 and a mask token",
             **OBJECTIVES,
         },
     )  # fmt: skip

@@ -32,6 +32,7 @@ QUESTIONS = {
     "stability": "which placements learn at a high learning rate without warm-up",
     "position": "what heads need from positions",
     "expert": "what routers activate, and what that is worth",
+    "diffusion": "diffusion objectives beside autoregression: bounds, time, samples",
 }
 RESULTS = ROOT / "benchmarks" / "results" / "studies"
 IMAGES = ROOT / "docs" / "images"
