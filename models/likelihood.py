@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from .attention import Mask, SequenceContext, Visibility
+from .denoising import EPSILON
+from .families import family_of
 from .losses import LogitRows, normalize_rows
 from .transformer import Transformer
 from .uniform_state import UniformState
-
-EPSILON = 1e-3
-"""α at time 1, and the smallest time, as in training."""
 
 Predict = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -118,13 +117,13 @@ def likelihoods(
 ) -> list[Estimate]:
     """Of a model that was trained with ``objective`` (its settings, such as {"type": "masked"}) on
     sequences of ``limit`` tokens."""
-    kind = objective["type"]
-    if kind not in ("causal", "perturbed", "masked", "block", "uniform"):
-        raise ValueError(f"the likelihood of a continuation under objective {kind} is not known")
+    kind = family_of(objective)
+    if kind == "eso":
+        raise ValueError("the likelihood of a continuation under objective eso is not known")
     if scoring.guidance and kind != "masked":
         raise ValueError(f"guidance is for masked diffusion, not for objective {kind}")
     predict = predictor(model, objective)
-    if kind in ("causal", "perturbed"):
+    if kind == "causal":
         if scoring.whole:
             raise ValueError(
                 "an autoregressive model gives log p(answer | prompt) itself: no whole"
@@ -154,6 +153,7 @@ def likelihoods(
 
 def predictor(model: Transformer, objective: Mapping[str, Any]) -> Predict:
     """What a model sees of sequences without padding, each token where it stands."""
+    family = family_of(objective)
 
     @torch.inference_mode()
     def predict(ids: Tensor, noise: Tensor | None) -> Tensor:
@@ -162,9 +162,9 @@ def predictor(model: Transformer, objective: Mapping[str, Any]) -> Predict:
         ids = ids.to(head.matrix().device)
         positions = torch.arange(ids.shape[1], device=ids.device)
         mask: Mask = "bidirectional"
-        if objective["type"] in ("causal", "perturbed"):
+        if family == "causal":
             mask = "causal"
-        elif objective["type"] == "block":
+        elif family == "block":
             block = (positions // objective["block_size"]).expand_as(ids)
             mask = Visibility(block, block, block)
         noise = None if noise is None else noise.to(ids.device)

@@ -13,8 +13,9 @@ from typing import Any
 
 from data_tools.tokenizers import TextTokenizer
 from models.decoding import Sampling
+from models.families import family_of
 from models.likelihood import Request, Scoring, likelihoods
-from models.samplers import continued, family_of
+from models.samplers import continued
 from models.transformer import Transformer
 
 from .objective_likelihood import whole_likelihoods
@@ -149,6 +150,6 @@ class TextScorer:
 
     def _score(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
         length, objective = self.trained.sequence_length, self.trained.objective
-        score = whole_likelihoods if objective["type"] == "eso" else likelihoods
+        score = whole_likelihoods if family_of(objective) == "eso" else likelihoods
         found = score(self.model, objective, requests, length, self.scoring)
         return [(estimate.nats, bool(estimate.greedy)) for estimate in found]
