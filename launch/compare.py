@@ -335,8 +335,7 @@ def print_report(
         change = f.note if f.difference is None else f"{f.difference:+.5g}"
         rows.append((f.key, f.unit, str(f.step), f"{f.a:.6g}", f"{f.b:.6g}", change))
     _print_table(rows, "<<>>>>")
-    bounds = [run.path for run in (a, b) if run.rows[-1].get("loss_is_bound")]
-    if bounds:
+    if bounds := bounded(a, b):
         print(f"Upper bounds, not values: the losses of {', '.join(bounds)}.")
     if any(f.note for f in figures):
         print("Tokenizers differ: only bits per byte compare.")
@@ -375,6 +374,11 @@ def _show(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
+def bounded(*runs: Run) -> list[str]:
+    """Which runs have upper bounds for losses."""
+    return [run.path for run in runs if run.rows and run.rows[-1].get("loss_is_bound")]
+
+
 def as_json(
     a: Run,
     b: Run,
@@ -388,6 +392,7 @@ def as_json(
         "b": b.path,
         "exit_code": code,
         "verdict": verdict,
+        "bounds": bounded(a, b),
         "factors": _factors(differences),
         "differences": [asdict(d) for d in differences],
         "figures": [

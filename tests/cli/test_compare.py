@@ -219,6 +219,7 @@ def test_bounds_are_called_bounds(tmp_path, capsys) -> None:
     out = compare(capsys, a, b)[1]
     assert f"Upper bounds, not values: the losses of {b}." in out
     assert a not in out[out.index("Upper bounds") :]
+    assert json.loads(compare(capsys, a, b, "--json")[1])["bounds"] == [str(b)]
 
 
 def test_json(tmp_path, capsys) -> None:
