@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from data_tools.indexed import token_dtype
 from data_tools.manifest import write_atomic
 
 EOS = "<|endoftext|>"
+MASK = "<|mask{}|>"
 BYTE_VOCABULARY = 257  # the 256 bytes and the end-of-text token: a byte-level BPE without merges
 _EOS_NAMES = (EOS, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 _COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
@@ -131,6 +133,52 @@ def byte_tokenizer() -> TextTokenizer:
     return dataclasses.replace(train_tokenizer([], BYTE_VOCABULARY), name="bytes")
 
 
+def with_mask_token(tokenizer: TextTokenizer, mask_id: int) -> TextTokenizer:
+    """The same tokenizer whose mask token has id `mask_id`, which no other token has.
+
+    Raises:
+        TokenizerError: that id cannot be given to a token of this kind of tokenizer.
+    """
+    backend = tokenizer.backend
+    config = json.loads(tokenizer.files["tokenizer_config.json"])
+    named = _token(config, "mask_token")
+    if named is not None and backend.token_to_id(named) == mask_id:
+        return tokenizer
+    if mask_id < tokenizer.vocab_size:
+        raise TokenizerError(
+            f"{tokenizer.name}: id {mask_id} is to be the mask token's, and is that of "
+            f"{backend.id_to_token(mask_id)!r}: the model has another tokenizer"
+        )
+    names = (MASK.format(number or "") for number in itertools.count())
+    name = next(name for name in names if backend.token_to_id(name) is None)
+    content = json.loads(tokenizer.files["tokenizer.json"])
+    content["added_tokens"].append(
+        {"id": mask_id, "content": name, "single_word": False, "lstrip": False, "rstrip": False,
+         "normalized": False, "special": True}
+    )  # fmt: skip
+    words = content["model"].get("vocab")
+    if mask_id != tokenizer.vocab_size and isinstance(words, dict):
+        # An added token takes the id behind all others, unless the vocabulary itself names another.
+        words.update((token["content"], token["id"]) for token in content["added_tokens"])
+    files = {**tokenizer.files, "tokenizer.json": _encoded(content)}
+    for file in _COMPANIONS:
+        if file in files:
+            files[file] = _encoded({**json.loads(files[file]), "mask_token": name})
+    eos = None if tokenizer.eos_id is None else backend.id_to_token(tokenizer.eos_id)
+    changed = _from_files(files, tokenizer.name, tokenizer.name, eos)
+    before = backend.get_vocab(with_added_tokens=True)
+    if changed.backend.get_vocab(with_added_tokens=True) != {**before, name: mask_id}:
+        raise TokenizerError(
+            f"{tokenizer.name}: its {tokenizer.vocab_size:,} ids leave a gap to the mask token's, "
+            f"{mask_id}, and its kind can have none"
+        )
+    return changed
+
+
+def _encoded(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
 def audit(tokenizer: TextTokenizer, texts: Sequence[str]) -> list[str]:
     """Properties that surprise people, as one sentence each.
 
@@ -196,7 +244,6 @@ def _from_files(
     }
     if eos_token is not None:
         config["eos_token"] = eos_token
-    encoded = (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
     return TextTokenizer(
         backend=backend,
         name=name,
@@ -204,7 +251,7 @@ def _from_files(
         vocab_size=max(vocabulary.values()) + 1,
         eos_id=None if eos_token is None else vocabulary[eos_token],
         pad_id=vocabulary.get(pad_token) if pad_token else None,
-        files={**files, "tokenizer_config.json": encoded},
+        files={**files, "tokenizer_config.json": _encoded(config)},
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from .config import ModelConfig
-from .hf_custom import standard_keys
+from .hf_custom import objective_keys, standard_keys
 
 
 def decode_model(tree: Mapping[str, Any]) -> ModelConfig:
@@ -21,10 +21,14 @@ def decode_model(tree: Mapping[str, Any]) -> ModelConfig:
 
 def _decode(cls: Any, tree: Mapping[str, Any]) -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls)}
+    _known(tree, fields, cls)
+    return cls(**{name: _decode_value(fields[name], value) for name, value in tree.items()})
+
+
+def _known(tree: Mapping[str, Any], fields: Mapping[str, Any], cls: Any) -> None:
     unknown = sorted(set(tree) - set(fields))
     if unknown:
         raise ValueError(f"unknown keys {unknown} of {cls.__qualname__}: allowed are {[*fields]}")
-    return cls(**{name: _decode_value(fields[name], value) for name, value in tree.items()})
 
 
 def _decode_value(field: dataclasses.Field[Any], value: Any) -> Any:
@@ -41,7 +45,8 @@ def _decode_value(field: dataclasses.Field[Any], value: Any) -> Any:
 
 
 class MidspanConfig(PretrainedConfig):
-    """``model`` is the ModelConfig as plain dicts; everything else follows from it.
+    """``model`` is the ModelConfig as plain dicts, ``objective`` the settings that it was trained
+    with (by default next-token prediction); everything else follows from them.
 
     The sizes are repeated under the names that Hugging Face tools look for; one that contradicts
     ``model`` is a ``ValueError``.
@@ -50,12 +55,30 @@ class MidspanConfig(PretrainedConfig):
     model_type = "midspan"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
 
-    def __init__(self, model=None, max_position_embeddings=2048, use_cache=True, **kwargs):  # type: ignore[no-untyped-def]
+    def __init__(  # type: ignore[no-untyped-def]
+        self, model=None, objective=None, max_position_embeddings=2048, use_cache=None, **kwargs
+    ):
         self.model = dict(model or {})
+        self.objective = {"type": "causal", **(objective or {})}
         self.max_position_embeddings = max_position_embeddings
-        self.use_cache = use_cache
-        for name, value in standard_keys(decode_model(self.model)).items():
+        facts = {**standard_keys(decode_model(self.model)), **objective_keys(self.objective)}
+        self.use_cache = facts["is_causal"] if use_cache is None else use_cache
+        for name, value in facts.items():
             if kwargs.pop(name, value) != value:
                 raise ValueError(f"{name} contradicts the model, in which it is {value}")
             setattr(self, name, value)
         super().__init__(**kwargs, tie_word_embeddings=self.tie_word_embeddings)  # type: ignore[call-arg]
+
+
+def changed(config: Any, tree: Mapping[str, Any]) -> Any:
+    """``config``, a dataclass, with what ``tree`` says instead; ``ValueError`` as in
+    :func:`decode_model`, or naming every setting that does not go."""
+    fields = {field.name: field for field in dataclasses.fields(config)}
+    _known(tree, fields, type(config))
+    new = dataclasses.replace(
+        config, **{name: _decode_value(fields[name], value) for name, value in tree.items()}
+    )
+    problems = new.problems() if hasattr(new, "problems") else []
+    if problems:
+        raise ValueError("; ".join(f"{path} {text}" for path, text in problems))
+    return new

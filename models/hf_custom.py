@@ -6,16 +6,25 @@ there, under DeepSeek-V3's names.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from .config import ModelConfig
+from .families import family_of
 
 MODEL_TYPE = "midspan"
 PREFIX = "model.transformer."
-AUTO_MAP = {
+_BASE_CLASSES = {
     "AutoConfig": "configuration_midspan.MidspanConfig",
     "AutoModel": "modeling_midspan.MidspanModel",
+}
+CAUSAL_CLASSES = {
+    **_BASE_CLASSES,
     "AutoModelForCausalLM": "modeling_midspan.MidspanForCausalLM",
+}
+DIFFUSION_CLASSES = {
+    **_BASE_CLASSES,
+    "AutoModelForMaskedLM": "modeling_midspan_diffusion.MidspanForDiffusion",
 }
 
 MTP_PARTS = {
@@ -63,4 +72,16 @@ def standard_keys(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.attention.head_dim,
         "tie_word_embeddings": config.tie_embeddings,
         **mtp,
+        **({"mask_token_id": config.mask_id} if config.mask_token else {}),
     }
+
+
+def classes(objective: Mapping[str, Any]) -> dict[str, str]:
+    """What transformers' auto classes find in the folder, the language model last."""
+    return CAUSAL_CLASSES if family_of(objective) == "causal" else DIFFUSION_CLASSES
+
+
+def objective_keys(objective: Mapping[str, Any]) -> dict[str, Any]:
+    """What Hugging Face tools may want to know of how the model was trained: whether tokens see
+    only those on their left."""
+    return {"is_causal": family_of(objective) == "causal"}

@@ -11,7 +11,15 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from .config import ModelConfig
-from .hf_custom import AUTO_MAP, MODEL_TYPE, cacheable, custom_name, standard_keys
+from .families import family_of
+from .hf_custom import (
+    MODEL_TYPE,
+    cacheable,
+    classes,
+    custom_name,
+    objective_keys,
+    standard_keys,
+)  # fmt: skip
 from .hf_dense import Gemma2, Gemma3, Llama, Olmo2, Qwen2, Qwen3, SmolLM3
 from .hf_moe import Glm4Moe, Mixtral, Qwen3Moe
 from .hf_mtp import Mellum
@@ -19,6 +27,7 @@ from .hf_native import Native
 from .hf_stored import Stored
 
 CUSTOM_TARGET = "custom"
+AUTOREGRESSIVE: Mapping[str, Any] = {"type": "causal"}
 # Where several come equally close to a model, the first one explains what is in the way.
 _CLASSES: tuple[type[Native], ...] = (
     Qwen2, Llama, Qwen3, Mellum, Olmo2, SmolLM3, Gemma2, Gemma3, Mixtral, Qwen3Moe, Glm4Moe,
@@ -51,15 +60,31 @@ def keeps_wide(stored: str, target: str) -> bool:
     return target != CUSTOM_TARGET and stored.endswith(NATIVE[target].wide or ("\0",))
 
 
-def obstacles(config: ModelConfig, target: str) -> list[str]:
-    """Why ``target`` cannot represent ``config`` exactly, one reason per item; empty if it can."""
-    return [] if target == CUSTOM_TARGET else NATIVE[target].obstacles(config)
+def obstacles(
+    config: ModelConfig, target: str, objective: Mapping[str, Any] = AUTOREGRESSIVE
+) -> list[str]:
+    """Why ``target`` cannot represent a ``config`` model trained with ``objective`` exactly, one
+    reason per item; empty if it can."""
+    if target == CUSTOM_TARGET:
+        return []
+    return _diffusion_obstacles(objective) + NATIVE[target].obstacles(config)
 
 
-def native_target(config: ModelConfig) -> tuple[str | None, list[str]]:
-    """(a native target that represents ``config`` exactly, []) or (None, the reasons of the one
+def _diffusion_obstacles(objective: Mapping[str, Any]) -> list[str]:
+    """No native class has the attention of a diffusion model, or fills text in its way."""
+    if family_of(objective) == "causal":
+        return []
+    return [f"objective={objective['type']} (the class is autoregressive)"]
+
+
+def native_target(
+    config: ModelConfig, objective: Mapping[str, Any] = AUTOREGRESSIVE
+) -> tuple[str | None, list[str]]:
+    """(a native target that represents the model exactly, []) or (None, the reasons of the one
     that comes closest)."""
-    reasons = {name: kind.obstacles(config) for name, kind in NATIVE.items() if kind.automatic}
+    reasons = {
+        name: obstacles(config, name, objective) for name in NATIVE if NATIVE[name].automatic
+    }
     nearest = min(reasons, key=lambda name: (len(reasons[name]), NATIVE[name].misfits(config)))
     return (None, reasons[nearest]) if reasons[nearest] else (nearest, [])
 
@@ -71,6 +96,7 @@ def hf_config(
     dtype: str,
     sequence_length: int,
     tree: Mapping[str, Any] | None = None,
+    objective: Mapping[str, Any] = AUTOREGRESSIVE,
 ) -> dict[str, Any]:
     """The content of config.json, without token ids.
 
@@ -78,16 +104,17 @@ def hf_config(
         dtype: of the stored tensors, "float32" for example.
         sequence_length: tokens per sequence in training.
         tree: ``config`` as plain dicts; the custom target stores it.
+        objective: what it was trained with; the custom target stores it.
 
     Raises:
         ValueError: ``target`` cannot represent ``config``; the text lists the reasons.
     """
-    reasons = obstacles(config, target)
+    reasons = obstacles(config, target, objective)
     if reasons:
         raise ValueError(f"{target} cannot represent this model exactly: {'; '.join(reasons)}")
     common = {
         "dtype": dtype,
-        "use_cache": cacheable(config),
+        "use_cache": cacheable(config) and family_of(objective) == "causal",
         "max_position_embeddings": sequence_length,
     }
     if target != CUSTOM_TARGET:
@@ -95,13 +122,16 @@ def hf_config(
         head = {"architectures": [kind.architecture], "model_type": target}
         return {**head, **common, **kind.keys(config)}
     assert tree is not None
+    auto_map = classes(objective)
     return {
-        "architectures": ["MidspanForCausalLM"],
+        "architectures": [[*auto_map.values()][-1].split(".")[1]],
         "model_type": MODEL_TYPE,
-        "auto_map": AUTO_MAP,
+        "auto_map": auto_map,
         "model": dict(tree),
+        "objective": dict(objective),
         **common,
         **standard_keys(config),
+        **objective_keys(objective),
     }
 
 

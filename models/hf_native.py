@@ -58,7 +58,8 @@ _LAYER = re.compile(r"\.(\d+)\.")
 JUDGED: dict[Any, set[str]] = {
     ModelConfig: {
         "vocab_size", "hidden", "layers", "attention", "feedforward", "block", "norm", "position",
-        "tie_embeddings", "vocab_multiple", "logit_softcap", "residual_dtype", "init", "mtp",
+        "tie_embeddings", "mask_token", "vocab_multiple", "logit_softcap", "residual_dtype", "init",
+        "mtp",
     },
     AttentionConfig: {"heads", "kv_heads", "head_dim", "qk_norm", "qk_norm_span", "qkv_bias"},
     "rms": {"eps", "gain"},
@@ -123,6 +124,8 @@ class Native:
         found = self._component_obstacles(config)
         if config.logit_softcap is not None and not self.softcap:
             found.append(f"logit_softcap={config.logit_softcap} ({self.model_type} has none)")
+        if config.mask_token:
+            found.append(f"mask_token=true ({self.model_type} would predict it)")
         found += self.mtp_obstacles(config)
         found += self.position_obstacles(config)
         found += self.attention_obstacles(config)

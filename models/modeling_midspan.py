@@ -19,7 +19,8 @@ from .blocks import BLOCKS
 from .config import ModelConfig
 from .configuration_midspan import MidspanConfig, decode_model
 from .declarations import initial_value, named_state, wide_parameters
-from .decoding import DecodingContext, padded_positions
+from .families import family_of
+from .hf_context import causal_context, diffusion_context
 from .hf_custom import MTP_PARTS
 from .transformer import Head, Transformer, unit_names
 
@@ -160,29 +161,72 @@ class MidspanModel(MidspanPreTrainedModel):
         [B, 1, S, keys], boolean (True = may attend) or additive.  position_ids: [B, S];
         by default they count the tokens that are no padding.  noise: of a model that is told how
         much there is, σ = −log α of each token [B, S], or [B, 1] for all of a sequence alike.
+
+        A diffusion model has no cache, and its tokens see what they saw in training: all others
+        (masked, uniform), their block of positions and those before it (block), or, of an Eso-LM,
+        what became known before them: first the tokens that are no mask, in the order of their
+        slots (variant A: all of them at once), then the masks.  For another order, put the tokens
+        into it and give their position_ids.
         """
         _refuse(kwargs, inputs_embeds, output_attentions)
         if input_ids is None:
             raise ValueError("input_ids is required")
         cache = past_key_values if cache is None else cache
-        if cache is not None and not isinstance(cache, Cache):
-            raise ValueError(f"a cache must be a transformers Cache, not {type(cache).__name__}")
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
-        if use_cache and cache is None:
-            cache = DynamicCache()
-        context = _context(input_ids, attention_mask, position_ids, cache)
-        context.noise = None if noise is None else _checked_noise(noise, input_ids)
+        context: SequenceContext
+        if family_of(self.config.objective) == "causal":
+            if cache is not None and not isinstance(cache, Cache):
+                raise ValueError(
+                    f"a cache must be a transformers Cache, not {type(cache).__name__}"
+                )
+            if use_cache is None:
+                use_cache = self.config.use_cache and not self.training
+            if use_cache and cache is None:
+                cache = DynamicCache()
+            past = 0 if cache is None else int(cache.get_seq_length())
+            store = None if cache is None else _CacheStore(cache, past)
+            context = causal_context(input_ids, attention_mask, position_ids, store, past)
+        else:
+            self._refuse_cache(use_cache, cache)
+            context = diffusion_context(
+                input_ids, attention_mask, position_ids,
+                self.transformer.config, self.config.objective,
+            )  # fmt: skip
+        context.noise = self._noise(noise, input_ids)
         with _recorded(self.transformer, bool(output_hidden_states)) as states:
             hidden = self.transformer(input_ids, context)
         output = BaseModelOutputWithPast(last_hidden_state=hidden)
-        return _finish(self, output, cache if use_cache else None, states, return_dict)
+        return finish(self, output, cache if use_cache else None, states, return_dict)
+
+    def _noise(self, noise: Tensor | None, ids: Tensor) -> Tensor | None:
+        batch, length = ids.shape
+        if noise is None:
+            if self.config.objective["type"] == "uniform" and "noise" in self.transformer.shared:
+                raise ValueError(
+                    "noise is required: this model is told how much of it its input has, "
+                    "sigma = -log alpha"
+                )
+            return None
+        if tuple(noise.shape) not in ((batch, length), (batch, 1)):
+            raise ValueError(f"noise has shape {tuple(noise.shape)}, not {(batch, length)}")
+        return noise.to(ids.device)
+
+    def _refuse_cache(self, use_cache: bool | None, cache: Any) -> None:
+        if use_cache or cache is not None:
+            raise ValueError(
+                f"a model of {self.config.objective['type']} diffusion has no cache (use_cache, "
+                "past_key_values): its tokens also see others that come behind them or change"
+            )
 
 
 class MidspanForCausalLM(MidspanPreTrainedModel, GenerationMixin):
     """Token ids to logits over the vocabulary, in at least float32."""
 
     def __init__(self, config: MidspanConfig) -> None:
+        if family_of(config.objective) != "causal":
+            raise ValueError(
+                f"this is a model of {config.objective['type']} diffusion, which does not generate "
+                "from left to right: load it with AutoModelForMaskedLM"
+            )
         super().__init__(config)
         self.model = MidspanModel(config)
         model = exported_config(config)
@@ -239,10 +283,12 @@ class MidspanForCausalLM(MidspanPreTrainedModel, GenerationMixin):
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head.logits(output.last_hidden_state[:, keep])
-        loss = None if labels is None else _next_token_loss(logits, labels, num_items_in_batch)
+        loss = None
+        if labels is not None:
+            loss = token_loss(logits[:, :-1], labels[:, 1:], num_items_in_batch)
         result = CausalLMOutputWithPast(loss=loss, logits=logits)
         states = output.hidden_states
-        return _finish(self, result, getattr(output, _CACHE_FIELD), states, return_dict)
+        return finish(self, result, getattr(output, _CACHE_FIELD), states, return_dict)
 
 
 def _refuse(kwargs: dict[str, Any], inputs_embeds: Any, output_attentions: Any) -> None:
@@ -254,41 +300,6 @@ def _refuse(kwargs: dict[str, Any], inputs_embeds: Any, output_attentions: Any) 
     unknown = sorted(name for name, value in kwargs.items() if value is not None)
     if unknown:
         raise ValueError(f"unknown arguments of forward: {', '.join(unknown)}")
-
-
-def _checked_noise(noise: Tensor, ids: Tensor) -> Tensor:
-    batch, length = ids.shape
-    if tuple(noise.shape) not in ((batch, length), (batch, 1)):
-        raise ValueError(f"noise has shape {tuple(noise.shape)}, not {(batch, length)}")
-    return noise.to(ids.device)
-
-
-def _context(
-    ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Any
-) -> DecodingContext:
-    past = 0 if cache is None else int(cache.get_seq_length())
-    written = past + ids.shape[1]
-    documents = visible = None
-    positions = torch.arange(past, written, device=ids.device)
-    if attention_mask is not None and attention_mask.dim() == 4:
-        visible = attention_mask
-        # read only as "there is a mask"
-        documents = torch.zeros(ids.shape[0], written, dtype=torch.long, device=ids.device)
-    elif attention_mask is not None:
-        if tuple(attention_mask.shape) != (ids.shape[0], written):
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}, not "
-                f"{(ids.shape[0], written)}: it covers the {past} tokens in the cache as well"
-            )
-        if not attention_mask.all():
-            documents = attention_mask.to(ids.device, torch.long)
-            positions = padded_positions(documents)[:, past:]
-    if position_ids is not None:
-        positions = position_ids
-    store = None if cache is None else _CacheStore(cache, past)
-    return DecodingContext(
-        positions, documents=documents, store=store, offset=past, visible=visible
-    )
 
 
 @contextmanager
@@ -315,7 +326,7 @@ def _recorded(transformer: Transformer, wanted: bool) -> Iterator[list[Tensor]]:
             handle.remove()
 
 
-def _finish(
+def finish(
     model: PreTrainedModel, output: Any, cache: Any, states: Any, return_dict: bool | None
 ) -> Any:
     """Add what else there is, in the order of the output's fields, and unpack it if asked for."""
@@ -327,9 +338,10 @@ def _finish(
     return output if wanted else output.to_tuple()
 
 
-def _next_token_loss(logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
-    rows = logits[:, :-1].flatten(0, 1)
-    targets = labels[:, 1:].flatten().to(rows.device)
+def token_loss(logits: Tensor, labels: Tensor, count: Tensor | int | None) -> Tensor:
+    """Cross-entropy of logits [B, S, V], the mean over labels [B, S] that are not -100 or the sum
+    over ``count``."""
+    rows, targets = logits.flatten(0, 1), labels.flatten().to(logits.device)
     if count is None:
         return nn.functional.cross_entropy(rows, targets)
     return nn.functional.cross_entropy(rows, targets, reduction="sum") / count

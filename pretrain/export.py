@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 import models
-from data_tools.tokenizers import TextTokenizer, load_tokenizer
+from data_tools.tokenizers import TextTokenizer, load_tokenizer, with_mask_token
+from models.families import family_of
+from models.hf_custom import classes
 from models.hf_names import CUSTOM_TARGET, NATIVE_TARGETS, hf_config, native_target, obstacles
 from models.lapsum import budget_split
 from models.transformer import Transformer
@@ -32,7 +34,6 @@ TARGETS = ("auto", *NATIVE_TARGETS, CUSTOM_TARGET)
 DTYPES = ("stored", "float32", "bfloat16", "float16")
 DEFAULT_SHARD_BYTES = 5 * 10**9
 _CUSTOM = "the folder carries its own code: transformers loads it with trust_remote_code=True"
-_ENTRY_FILES = ("configuration_midspan", "modeling_midspan")
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)
 
@@ -120,7 +121,7 @@ def export_hugging_face(
         size = write_shards(trained, shards, folder)
         write_configs(trained, target, shards, words, folder)
         if target == CUSTOM_TARGET:
-            copy_model_code(folder)
+            copy_model_code(folder, classes(trained.objective).values())
         verification = None if reference is None else verify(folder, target, reference)
     tensors = sum(map(len, shards))
     return Export(out, target, tensors, size, len(shards), verification, tuple(notes))
@@ -129,11 +130,11 @@ def export_hugging_face(
 def choose_target(trained: TrainedModel, wanted: str) -> tuple[str, list[str]]:
     """(target, notes); ExportError lists why the wanted one cannot represent the model."""
     if wanted == "auto":
-        native, reasons = native_target(trained.config)
+        native, reasons = native_target(trained.config, trained.objective)
         if native is not None:
             return native, []
         return CUSTOM_TARGET, [f"no native class is exact: {'; '.join(reasons)}", _CUSTOM]
-    reasons = obstacles(trained.config, wanted)
+    reasons = obstacles(trained.config, wanted, trained.objective)
     if reasons:
         drop = ", or leave multi-token prediction out with --drop-mtp"
         raise ExportError(
@@ -165,9 +166,12 @@ def write_configs(
         dtype=widest,
         sequence_length=trained.sequence_length,
         tree=encode(trained.config),
+        objective=trained.objective,
     )
     facts = {**_budget(trained), **_active_experts(trained)}
     write_json(folder / "config.json", {**config, **facts, **ids, **version})
+    if family_of(trained.objective) != "causal":
+        return  # its own generate has its own defaults
     # Where no token is for padding, a batch of prompts is filled with eos; only here, because
     # in config.json it would also keep eos from being trained.
     filler = ids["eos_token_id"] if ids["pad_token_id"] is None else ids["pad_token_id"]
@@ -215,7 +219,7 @@ def _find_tokenizer(trained: TrainedModel, given: str | Path | None) -> TextToke
             f"the tokenizer {place} has ids up to {words.vocab_size - 1}, the model a vocabulary "
             f"of {trained.config.vocab_size}: it is another model's tokenizer"
         )
-    return words
+    return with_mask_token(words, trained.config.mask_id) if trained.config.mask_token else words
 
 
 def _save_tokenizer(
@@ -238,14 +242,16 @@ def _save_tokenizer(
     }
 
 
-def copy_model_code(folder: Path) -> None:
-    """Copy the two files that transformers asks for and every file of models/ they need.
+def copy_model_code(folder: Path, entries: Iterable[str]) -> None:
+    """Copy the files of ``entries`` (file.Class) that transformers asks for, and every file of
+    models/ they need.
 
-    transformers 5.0 copies only what these two import themselves; so they name all the rest, in
-    lines that are never executed.
+    transformers 5.0 copies only what the file that it asks for imports itself; so each names all
+    the rest, in lines that are never executed.
     """
     source = Path(models.__file__ or "").parent
-    for entry in _ENTRY_FILES:
+    files = {entry.split(".")[0] for entry in entries}
+    for entry in sorted(files):
         waiting, needed = [entry], set[str]()
         while waiting:
             name = waiting.pop()
@@ -253,7 +259,7 @@ def copy_model_code(folder: Path) -> None:
             new = set(_RELATIVE_IMPORT.findall(code)) - needed
             needed |= new
             waiting += new
-        for name in needed - set(_ENTRY_FILES):
+        for name in needed - files:
             shutil.copyfile(source / f"{name}.py", folder / f"{name}.py")
         code = (source / f"{entry}.py").read_text(encoding="utf-8")
         lines = [f"    from .{name} import __doc__  # noqa\n" for name in sorted(needed)]

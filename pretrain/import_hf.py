@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from data_tools.tokenizers import load_tokenizer
+from models.families import family_of
 from models.hf_names import target_of
 from parallel.checkpoint import CheckpointManager
 from pretrain.decode import encode, validate
@@ -49,7 +50,8 @@ def import_hugging_face(
     """Write the model of the Hugging Face folder ``source`` into the new folder ``out``.
 
     ``out`` holds ``checkpoints/step_00000000`` with the weights alone, ``model.yaml`` with the
-    model configuration, and the tokenizer if ``source`` has one.  The whole model is in memory.
+    model configuration (and the objective of a diffusion model), and the tokenizer if ``source``
+    has one.  The whole model is in memory.
 
     Args:
         dtype: of the weights, one of DTYPES: what training stores.
@@ -81,15 +83,18 @@ def import_hugging_face(
         verification = verify(source, target_of(read_json(source / "config.json")), reference)
     model = build_model(trained, getattr(torch, dtype))
     tensors = {f"model/{name}": tensor.detach() for name, tensor in stored_tensors(model)}
-    tree = encode(trained.config)
+    tree, objective = {"model": encode(trained.config)}, dict(trained.objective)
     with published(out) as folder:
         manager = CheckpointManager(folder / "checkpoints", asynchronous=False)
         try:
             training = {"sequence_length": trained.sequence_length}
-            manager.save(0, tensors, {"config": {"model": tree, "training": training}})
+            run = {**tree, "training": training, "objective": objective}
+            manager.save(0, tensors, {"config": run})
         finally:
             manager.close()
-        (folder / MODEL_FILE).write_text(dump_tree({"model": tree}), encoding="utf-8")
+        if family_of(objective) != "causal":
+            tree["objective"] = objective
+        (folder / MODEL_FILE).write_text(dump_tree(tree), encoding="utf-8")
         if trained.tokenizer is not None:
             load_tokenizer(trained.tokenizer).save(folder)
     return Import(out, len(tensors), verification)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from models.attention import SequenceContext
+from models.attention import SequenceContext, Visibility
 from models.config import ModelConfig
+from models.families import family_of
+from models.hf_custom import classes
 from models.hf_names import CUSTOM_TARGET, stored_as
 from models.transformer import Transformer
+from pretrain.decode import decode
+from pretrain.objectives.diffusion import Windows
+from pretrain.objectives.eso import Eso, side_by_side
 from pretrain.trained import TrainedModel, build_model
 
 TOLERANCE = 1e-5  # of a logit, relative to the largest one where that is above 1
@@ -47,11 +52,13 @@ class Verification:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the training model computes: the output of every module with weights, and the logits of
-    every prediction depth."""
+    """What the training model computes of ``ids``: the output of every module with weights, and
+    the logits of every prediction depth.  arguments: what the exported model is told besides."""
 
     config: ModelConfig
+    objective: Mapping[str, Any]
     ids: Tensor
+    arguments: dict[str, Tensor]
     outputs: dict[str, Tensor]
     logits: list[Tensor]
 
@@ -72,15 +79,48 @@ def compute_reference(trained: TrainedModel) -> Reference:
     length = max(1, min(_LONGEST, trained.sequence_length))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(trained.config.vocab_size, (_SEQUENCES, length), generator=generator)
+    if trained.config.mask_token:
+        hidden = torch.rand(ids.shape, generator=generator) < 0.5
+        ids = ids.masked_fill(hidden, trained.config.mask_id)
+    ids, context, arguments = _as_in_training(ids, trained)
     model = build_model(trained)
     with recorded(model, lambda name: name) as outputs, torch.inference_mode():
-        logits = _depth_logits(model, ids)
-    return Reference(trained.config, ids, outputs, logits)
+        logits = _depth_logits(model, ids, context)
+    return Reference(trained.config, trained.objective, ids, arguments, outputs, logits)
 
 
-def _depth_logits(model: Transformer, ids: Tensor) -> list[Tensor]:
+def _as_in_training(
+    ids: Tensor, trained: TrainedModel
+) -> tuple[Tensor, SequenceContext, dict[str, Tensor]]:
+    """Token ids, in an order that training might have put them in, with the attention that they
+    have there; and what the exported model must be told to do the same."""
+    positions = torch.arange(ids.shape[1])
+    objective, family = trained.objective, family_of(trained.objective)
+    if family == "causal":
+        return ids, SequenceContext(positions), {}
+    if family == "block":
+        stage = (positions // objective["block_size"]).expand(ids.shape)
+        only_itself = -1 - positions.expand(ids.shape)
+        return ids, SequenceContext(positions, Visibility(stage, stage, only_itself)), {}
+    if family == "eso":
+        eso = Eso(
+            decode(Eso.Config, {k: v for k, v in objective.items() if k != "type"}), trained.config
+        )
+        rows = []
+        for row in ids[:, None]:
+            one = Windows(row, torch.ones_like(row, dtype=torch.bool), None)
+            rows.append(eso.diffused(one, row == trained.config.mask_id, positions.double(), 1.0))
+        batch = side_by_side(rows, 0)
+        assert batch.positions is not None
+        context = SequenceContext(batch.positions, batch.mask)
+        return batch.ids, context, {"position_ids": batch.positions}
+    noise = torch.linspace(0.01, 5.0, len(ids))[:, None] if family == "uniform" else None
+    context = SequenceContext(positions, "bidirectional", noise=noise)
+    return ids, context, {} if noise is None else {"noise": noise}
+
+
+def _depth_logits(model: Transformer, ids: Tensor, context: SequenceContext) -> list[Tensor]:
     assert model.head is not None
-    context = SequenceContext(torch.arange(ids.shape[1]))
     outputs = model.depth_outputs(ids, context)
     return [model.head.logits(hidden) for hidden in outputs]
 
@@ -91,12 +131,12 @@ def verify(folder: Path, target: str, reference: Reference) -> Verification:
     Raises VerificationError.
     """
     transformers = require_transformers()
-    model = _load(transformers, folder, target)
+    model = _load(transformers, folder, target, reference.objective)
     config = reference.config
     own_names = {_hf_module(name, target, config): name for name in reference.outputs}
     own_names.pop("", None)
     with _quiet(transformers), recorded(model, own_names.get) as outputs, torch.inference_mode():
-        found = _exported_logits(model, target, reference.ids, config.mtp.depth)
+        found = _exported_logits(model, target, reference)
     if found[0].shape != reference.logits[0].shape:
         raise VerificationError(
             f"the {target} export gives logits of shape {list(found[0].shape)}, not "
@@ -106,6 +146,10 @@ def verify(folder: Path, target: str, reference: Reference) -> Verification:
     rows = [slice(0, reference.ids.shape[1] - depth) for depth in range(len(found))]
     logits = torch.cat([x[:, span] for x, span in zip(found, rows, strict=True)], 1)
     wanted = torch.cat([x[:, span] for x, span in zip(reference.logits, rows, strict=True)], 1)
+    never = logits[..., config.predicted_vocab_size :]
+    if never.numel() and never.max() > torch.finfo(never.dtype).min:
+        raise VerificationError(f"the {target} export predicts the mask token")
+    logits, wanted = (x[..., : config.predicted_vocab_size] for x in (logits, wanted))
     scale = max(1.0, wanted.abs().max().item())
     difference = (logits - wanted).abs().max().item()
     ours, theirs = (x.double().log_softmax(-1) for x in (wanted, logits))
@@ -121,11 +165,12 @@ def verify(folder: Path, target: str, reference: Reference) -> Verification:
     return Verification(transformers.__version__, reference.ids.numel(), difference, divergence)
 
 
-def _exported_logits(model: Any, target: str, ids: Tensor, depth: int) -> list[Tensor]:
+def _exported_logits(model: Any, target: str, reference: Reference) -> list[Tensor]:
     """Logits of every prediction depth; those of depth k lack their last k positions in a native
     class."""
+    ids, depth = reference.ids, reference.config.mtp.depth
     drafts = depth > 0 and target != CUSTOM_TARGET
-    output = model(input_ids=ids, output_hidden_states=drafts)
+    output = model(input_ids=ids, output_hidden_states=drafts, **reference.arguments)
     found = [output.logits]
     if depth and not drafts:
         found += model.depth_logits(ids)[1:]
@@ -192,10 +237,11 @@ def _hf_module(name: str, target: str, config: ModelConfig) -> str:
     return places[0].name.removesuffix(".weight") if same else ""
 
 
-def _load(transformers: Any, folder: Path, target: str) -> nn.Module:
+def _load(transformers: Any, folder: Path, target: str, objective: Mapping[str, Any]) -> nn.Module:
+    loader = getattr(transformers, [*classes(objective)][-1])
     with _quiet(transformers):
         try:
-            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            model, info = loader.from_pretrained(
                 folder,
                 dtype=torch.float32,
                 local_files_only=True,
