@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from data_tools.blend import Blend
 
 from .config import RunConfig
@@ -40,7 +42,9 @@ class Evaluator:
         blend, self.sequences = validation_blend(config)
         share = config.training.micro_batch * mesh.data_size
         draws = config.evaluation.draws
-        self.padded = -(-self.sequences * draws // share) * share
+        self.pass_size, self.padded = (
+            -(-samples // share) * share for samples in (self.sequences, self.sequences * draws)
+        )
         self.bytes_per_token = bytes_per_token(config.data.validation)
         self.batches = Batches(
             blend, objective, config.training.micro_batch, mesh.data_rank, mesh.data_size,
@@ -51,19 +55,26 @@ class Evaluator:
         """``eval/…`` figures (empty without validation data); the same on every rank."""
         if not self.sequences:
             return {}
-        batches = self.batches.read(0, self.padded)
-        result = self.engine.evaluate(batches, self.objective, self.sequences)
-        loss = result.losses[self.objective.primary]
-        assert result.sequences is not None
-        sizes = sequence_sizes(batches, self.objective, self.sequences).to(result.sequences.device)
+        device = self.engine.model.mesh.device
+        sums, sizes = torch.zeros(2, self.sequences, dtype=torch.float64, device=device)
+        experts: dict[str, float] = {}
+        for first in range(0, self.padded, self.pass_size):  # memory for one draw at a time
+            count = min(self.pass_size, self.padded - first)
+            batches = self.batches.read(first, count)
+            result = self.engine.evaluate(batches, self.objective, self.sequences)
+            assert result.sequences is not None
+            sums += result.sequences
+            sizes += sequence_sizes(batches, self.objective, self.sequences).to(device)
+            for name in {"active", "load_cv"} & result.experts.keys():
+                part = result.experts[name] * count / self.padded
+                experts[name] = experts.get(name, 0.0) + part
         sizes = self.engine.sum_over(("data",), sizes)
-        error = standard_error(result.sequences, sizes)
+        loss, error = float(sums.sum() / sizes.sum()), standard_error(sums, sizes)
         return {
             "eval/loss": loss,
             **({} if error is None else {"eval/standard_error": error}),
             "eval/perplexity": math.exp(min(loss, 700.0)),
             "eval/bits_per_byte": loss / math.log(2) / self.bytes_per_token,
             "eval/sequences": self.sequences,
-            **{f"eval/experts_{name}": result.experts[name] for name in ("active", "load_cv")
-               if name in result.experts},
-        }  # fmt: skip
+            **{f"eval/experts_{name}": value for name, value in sorted(experts.items())},
+        }
