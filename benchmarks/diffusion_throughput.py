@@ -1,7 +1,7 @@
 """Training speed of diffusion objectives beside next-token prediction, and what explains it.
 
-One process trains the same model on the same windows with each objective: noise, forward and backward
-pass and the optimizer's step.  What an objective should cost at most is its FLOPs per token: block
+One process trains the same model on the same windows with each objective: noise, forward pass,
+backward pass and optimizer.  What an objective should cost at most is its FLOPs per token: block
 diffusion shows the model two slots per token, masked diffusion needs the logits of half of them.
 """
 

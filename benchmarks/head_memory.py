@@ -1,4 +1,5 @@
-"""Memory and time of the chunked head against plain autograd cross-entropy.
+"""Memory and time of the chunked head against plain autograd, for cross-entropy and for the loss of
+uniform-state diffusion.
 
 Memory is taken in a fresh process for each side: the most resident memory ever held, less what was
 held before the weight existed, after a small warm-up that loads the libraries.  Both sides hold the
@@ -35,6 +36,7 @@ from benchmarks.measure import (
     spread,
 )
 from models.losses import CrossEntropy, HeadOptions, chunked_head_loss
+from models.uniform_state import UniformState
 
 MIB = 2**20
 
@@ -44,6 +46,7 @@ class Shape:
     rows: int
     hidden: int
     vocabulary: int
+    loss: str = "cross-entropy"
 
     @property
     def parameters_and_gradients(self) -> int:
@@ -51,9 +54,13 @@ class Shape:
         return 4 * 2 * (self.vocabulary + self.rows) * self.hidden
 
 
-SHAPES = {"128k": Shape(4096, 512, 131_072)}
+SHAPES = {
+    "128k": Shape(4096, 512, 131_072),
+    "128k uniform-state": Shape(2048, 512, 131_072, "uniform-state"),
+}
 ROUNDS = 3  # a step takes many seconds, and peaks hardly vary
-TOY = Shape(256, 32, 4096)
+TOYS = {"toy": Shape(256, 32, 4096), "toy uniform-state": Shape(256, 32, 4096, "uniform-state")}
+LEVEL = 0.5  # α of uniform-state diffusion, of every row
 
 
 def tensors(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
@@ -74,29 +81,66 @@ def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return chunked_head_loss(hidden, weight, {"labels": labels}, [term], options)[0]
 
 
-SIDES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"plain": plain, "chunked": chunked}
+def plain_uniform(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """Σ_j over the vocabulary as the equation has it, of s = 1 + κ p and q = 1 + κ onehot(x)."""
+    classes, z = len(weight), noisy(labels, len(weight))
+    kappa = classes * LEVEL / (1 - LEVEL)
+    s = 1 + kappa * F.linear(hidden, weight).softmax(1)
+    s_z = s.gather(1, z[:, None])
+    q_z = torch.where(z == labels, 1 + kappa, 1.0)[:, None]
+    # Σ_j q[j]/q[z] (u − 1 − log u) with q[j] = 1 for all j, and once more κ times as much for x
+    ratio = s / s_z * q_z
+    rows = (ratio - 1 - ratio.log()).sum(1)
+    at_x = ratio.gather(1, labels[:, None])
+    own = (1 + kappa) * (at_x / (1 + kappa) - 1 - (at_x / (1 + kappa)).log())
+    rows = rows + (own - (at_x - 1 - at_x.log()))[:, 0]
+    return (rows / q_z[:, 0]).mean() / (classes * LEVEL)
+
+
+def noisy(labels: Tensor, classes: int) -> Tensor:
+    """Every other token replaced."""
+    odd = torch.arange(len(labels)) % 2 == 1
+    return torch.where(odd, (labels + 1) % classes, labels)
+
+
+def chunked_uniform(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    level = torch.full((len(labels),), LEVEL, dtype=torch.float64)
+    fields = {
+        "targets": labels, "noisy": noisy(labels, len(weight)), "odds": level / (1 - level),
+        "rate": 1 / level,
+    }  # fmt: skip
+    term = UniformState(float(len(labels)))
+    return chunked_head_loss(hidden, weight, fields, [term], HeadOptions(len(weight)))[0]
+
+
+Side = Callable[[Tensor, Tensor, Tensor], Tensor]
+SIDES: dict[str, dict[str, Side]] = {
+    "cross-entropy": {"plain": plain, "chunked": chunked},
+    "uniform-state": {"plain": plain_uniform, "chunked": chunked_uniform},
+}
 
 
 def check(shape: Shape) -> None:
     """Both sides compute the same loss and gradients (on a few rows)."""
     hidden, weight, labels = tensors(Shape(64, shape.hidden, min(shape.vocabulary, 4096)))
     found = []
-    for side in SIDES.values():
+    for side in SIDES[shape.loss].values():
         loss = side(hidden, weight, labels)
         found.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
     for a, b in zip(*found):
         if (a - b).norm() > 1e-5 * a.norm():
-            raise ValueError("the chunked head differs from plain cross-entropy")
+            raise ValueError(f"the chunked head differs from plain {shape.loss}")
 
 
 def peak_of(side: str, shape: Shape, threads: int) -> int:
     """Bytes that one forward and backward pass needs, tensors included; run in a new process."""
     torch.set_num_threads(threads)
     hidden, weight, labels = tensors(Shape(64, 64, 1024))
-    SIDES[side](hidden, weight, labels).backward()
+    run = SIDES[shape.loss][side]
+    run(hidden, weight, labels).backward()
     before = resident_bytes()
     hidden, weight, labels = tensors(shape)
-    SIDES[side](hidden, weight, labels).backward()
+    run(hidden, weight, labels).backward()
     return peak_resident_bytes() - before
 
 
@@ -112,7 +156,7 @@ def memory(side: str, label: str, options: Options) -> int:
 def times(shape: Shape, options: Options) -> dict[str, list[float]]:
     hidden, weight, labels = tensors(shape)
 
-    def step(side: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[], None]:
+    def step(side: Side) -> Callable[[], None]:
         def run() -> None:
             hidden.grad = weight.grad = None
             side(hidden, weight, labels).backward()
@@ -120,22 +164,23 @@ def times(shape: Shape, options: Options) -> dict[str, list[float]]:
         return run
 
     return interleaved(
-        {name: step(side) for name, side in SIDES.items()}, min(ROUNDS, options.repeats)
+        {name: step(side) for name, side in SIDES[shape.loss].items()}, min(ROUNDS, options.repeats)
     )
 
 
 def compare(label: str, shape: Shape, options: Options, report: Report) -> None:
     check(shape)
     turns = range(min(ROUNDS, options.repeats))
-    peaks: dict[str, list[float]] = {side: [] for side in SIDES}
+    sides = SIDES[shape.loss]
+    peaks: dict[str, list[float]] = {side: [] for side in sides}
     for _ in turns:
-        for side in SIDES:
+        for side in sides:
             peaks[side].append(memory(side, label, options) / MIB)
     shared = shape.parameters_and_gradients / MIB
     beyond = {side: [peak - shared for peak in values] for side, values in peaks.items()}
     seconds = times(shape, options)
     rows = HeadOptions(shape.vocabulary).rows_per_chunk(shape.vocabulary)
-    for side in SIDES:
+    for side in sides:
         report.rows.append(
             [
                 label,
@@ -151,8 +196,9 @@ def compare(label: str, shape: Shape, options: Options, report: Report) -> None:
     report.settings[label] = f"{shape}, {rows} rows per chunk"
     for what, values in (("whole peak", peaks), ("beyond weights and gradients", beyond)):
         share = ratios(values["chunked"], values["plain"])
-        met = max(share) <= 1 / 6
-        claim = f"{label}: memory at most 1/6 of plain, {what}"
+        most = 1 / 6 if shape.loss == "cross-entropy" else 1 / 4
+        met = max(share) <= most
+        claim = f"{label}: memory at most 1/{1 / most:.0f} of plain, {what}"
         report.targets.append(Target(claim, spread(share, 3), met))
     report.targets.append(
         at_most(
@@ -166,7 +212,7 @@ def compare(label: str, shape: Shape, options: Options, report: Report) -> None:
 def measure(options: Options, arguments: argparse.Namespace) -> Report:
     torch.set_num_threads(options.threads)
     if arguments.memory_of:
-        shape = {"toy": TOY, **SHAPES}[arguments.shape]
+        shape = {**TOYS, **SHAPES}[arguments.shape]
         print(peak_of(arguments.memory_of, shape, options.threads))
         raise SystemExit(0)
     report = Report(
@@ -176,17 +222,18 @@ def measure(options: Options, arguments: argparse.Namespace) -> Report:
         "weight gradient included; the part beyond them is given too.",
         ["shape", "side", "peak MiB", "beyond weights and gradients MiB", "s", "time / plain"],
         {
-            "plain": "F.cross_entropy(F.linear(hidden, weight), labels), autograd, fp32",
+            "plain": "F.cross_entropy(F.linear(hidden, weight), labels), or the sum over the "
+            "vocabulary that defines the loss of uniform-state diffusion; autograd, fp32",
             "chunked": "models.losses.chunked_head_loss with default options, fp32",
         },
     )
-    for label, shape in ({"toy": TOY} if options.quick else SHAPES).items():
+    for label, shape in (TOYS if options.quick else SHAPES).items():
         compare(label, shape, options, report)
     return report
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--memory-of", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", choices=("plain", "chunked"), help=argparse.SUPPRESS)
     parser.add_argument("--shape", help=argparse.SUPPRESS)
 
 

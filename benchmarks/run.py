@@ -19,6 +19,7 @@ QUESTIONS = {
     "mtp_pipeline": "every planner on multi-token prediction, against torch.distributed.pipelining",
     "sleeping_pipeline": "the executor against the simulator on four ranks whose stages sleep",
     "pipeline_executor": "1F1B and interleaved 1F1B against torch.distributed.pipelining",
+    "diffusion_throughput": "training speed of diffusion objectives beside next-token prediction",
     "head_memory": "memory and time of the chunked head against plain cross-entropy",
     "prepare_throughput": "tokenisation speed against datasets.map and the tokenizer alone",
     "loader": "start-up and speed of the sampler on a billion windows",

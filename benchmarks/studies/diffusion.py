@@ -37,8 +37,8 @@ QUESTION = (
     "initial weights and steps? Bits per byte of validation text, for all but `causal` an upper "
     "bound (mean over seeds and their standard deviation; ± the standard error of the noise); "
     "time per step relative to `causal`. Samples of 96 bytes behind 32: perplexity per byte under "
-    "an autoregressive model of another seed, and unigram entropy (repetition lowers both), for the "
-    "number of forward passes per sequence."
+    "an autoregressive model of another seed, and unigram entropy (repetition lowers both), for "
+    "the number of forward passes per sequence."
 )
 COLUMNS = ["question", "objective", "case", "found", "beside"]
 

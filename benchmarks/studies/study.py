@@ -31,6 +31,7 @@ QUESTIONS = {
     "depth": "activations and gradients against depth, for every placement and norm",
     "stability": "which placements learn at a high learning rate without warm-up",
     "position": "what heads need from positions",
+    "extension": "longer contexts from a checkpoint, by position and distance",
     "expert": "what routers activate, and what that is worth",
     "diffusion": "diffusion objectives beside autoregression: bounds, time, samples",
 }
