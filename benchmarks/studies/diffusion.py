@@ -43,7 +43,7 @@ QUESTION = (
 COLUMNS = ["question", "objective", "case", "found", "beside"]
 
 RECIPES = ROOT / "recipes" / "diffusion"
-ARMS = ("causal", "masked-flat", "masked", "uniform", "block", "eso")
+ARMS = ("causal", "masked-flat", "masked", "uniform", "uniform-clip", "block", "eso")
 DRAWS = 8  # of noise per validation sequence, in the end
 TOY = (
     "model.layers=1", "model.hidden=32", "model.attention={heads: 2, kv_heads: 2, head_dim: 16}",
@@ -164,6 +164,7 @@ def bounds(
     ordered("causal", "masked", "every diffusion bound is above autoregression")
     ordered("masked-flat", "masked", "flat weights train to a better bound, arXiv 2602.15014")
     ordered("masked-flat", "uniform", "masked before uniform at equal compute, arXiv 2602.15014")
+    ordered("uniform-clip", "uniform", "ours: rare tokens that cost most are noise")
     ordered("masked-flat", "eso", "full attention before causal in random order, the same")
     ordered("block", "masked", "blocks are between masked diffusion and autoregression, BD3-LM")
 
