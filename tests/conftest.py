@@ -39,6 +39,7 @@ LONG = (
     "cli/test_prepare.py::test_bundled_corpus_is_prepared_and_then_up_to_date",
     "cli/test_prepare.py::test_killed_runs_leave_no_process_and_continue_to_the_same_bytes",
     "cli/test_pretrain.py::test_a_signal_",
+    "cli/test_studies.py::test_runs_at_toy_size",
     "cli/test_scripts.py::test_every_script_answers_help_from_everywhere",
     "cli/test_wrong_checkpoints.py::test_failure_of_the_main_rank_alone_ends_all_ranks",
     "cli/test_wrong_checkpoints.py::test_wrong_setting_under_torchrun_is_said_once",

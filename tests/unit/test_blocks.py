@@ -464,6 +464,11 @@ def test_the_estimate_where_attention_averages_evenly() -> None:
 # ------------------------------------------------------------------------- every placement
 
 PAIRS = legal_pairs()
+# What a norm or a block does alone shows beside the default of the other.
+ENTRIES = [
+    pytest.param(norm, block, marks=[pytest.mark.slow] * (norm != "rms" and block != "pre"))
+    for norm, block in PAIRS
+]
 
 
 def pair(norm: str, block: str, layer: int = 1) -> Any:
@@ -482,7 +487,7 @@ def test_every_parameter_takes_part(norm: str, name: str, layer: int) -> None:
         assert parameter.grad is not None and parameter.grad.abs().max() > 0, key
 
 
-@pytest.mark.parametrize(("norm", "name"), PAIRS)
+@pytest.mark.parametrize(("norm", "name"), ENTRIES)
 def test_later_tokens_change_nothing(norm: str, name: str) -> None:
     block, (x, context) = pair(norm, name), inputs()
     changed = x.clone()
@@ -492,7 +497,7 @@ def test_later_tokens_change_nothing(norm: str, name: str) -> None:
     assert not before[:, 3:].isclose(after[:, 3:]).all(-1).any()
 
 
-@pytest.mark.parametrize(("norm", "name"), PAIRS)
+@pytest.mark.parametrize(("norm", "name"), ENTRIES)
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputation_changes_no_bit(norm: str, name: str, mode: Any) -> None:
     found = []
