@@ -34,6 +34,7 @@ from tests.parity.tiny_run import tiny_config, tiny_dataset
 
 pytestmark = pytest.mark.parity
 
+MAIN = ("masked", "uniform", "block", "eso-half-flat")  # one of each objective
 PLANS = {
     "uniform-1f1b": PipelineConfig("1f1b", planner="uniform"),
     "balanced-gpipe": PipelineConfig("gpipe", planner="balanced"),
@@ -48,11 +49,10 @@ def on_four_ranks(plan: str, name: str) -> Case:
     return case_of(Case(world=4, micro_batches=3, parallel=parallel), name)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", DIFFUSION)
+@pytest.mark.parametrize("name", MAIN)
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_plan_of_two_stages_of_two_ranks(plan: str, name: str) -> None:
-    run_together([on_four_ranks(plan, other) for other in DIFFUSION])
+    run_together([on_four_ranks(plan, other) for other in MAIN])
     assert_parity(on_four_ranks(plan, name))
 
 
@@ -85,16 +85,18 @@ def _ranks(rank: int, world: int, cases: list[Case]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict[str, Any]]:
-    cases = [case_of(CURVES["dp2"], name).reference() for name in DIFFUSION]
-    return dict(zip(DIFFUSION, run_ranks(1, _ranks, cases, timeout=180)[0]))
+    cases = [case_of(CURVES["dp2"], name).reference() for name in MAIN]
+    return dict(zip(MAIN, run_ranks(1, _ranks, cases, timeout=400)[0]))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", CURVES)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(n, marks=[pytest.mark.slow] if n == "fsdp2-tp2" else []) for n in CURVES],
+)
 def test_twenty_steps_give_the_same_curve(layout: str, alone: dict[str, dict[str, Any]]) -> None:
-    cases = [case_of(CURVES[layout], name) for name in DIFFUSION]
-    for rank in run_ranks(CURVES[layout].world, _ranks, cases, timeout=180):
-        for name, found in zip(DIFFUSION, rank, strict=True):
+    cases = [case_of(CURVES[layout], name) for name in MAIN]
+    for rank in run_ranks(CURVES[layout].world, _ranks, cases, timeout=400):
+        for name, found in zip(MAIN, rank, strict=True):
             wanted = alone[name]
             pairs = zip(found["losses"], wanted["losses"], strict=True)
             assert max(abs(a - b) / abs(b) for a, b in pairs) <= 1e-9, name
@@ -146,8 +148,6 @@ def test_noise_is_the_same_bits_under_every_layout_and_after_a_resume(
     resumed = steps_of(config, DIFFUSION[name], 2, 4, 3 * config.training.batch)
     for a, b in zip(resumed, wanted[3:], strict=True):
         assert all(map(torch.equal, joined(a), b))
-    apart = [a for a, b in zip(wanted[0], wanted[1], strict=True) if not torch.equal(a, b)]
-    assert apart, "two steps have the same noise"
 
 
 def test_noise_that_depends_on_the_rank_is_noticed() -> None:
