@@ -82,6 +82,15 @@ class MidspanForDiffusion(MidspanPreTrainedModel):
         result = MaskedLMOutput(loss=loss, logits=logits)
         return finish(self, result, None, output.hidden_states, return_dict)
 
+    @classmethod
+    def can_generate(cls) -> bool:
+        """Whether transformers' own generation fits: it would go from left to right.  (Transformers
+        derives a class with its mixin from remote ones that have a ``generate``.)"""
+        return False
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError("a diffusion model has no continuous batching: use generate")
+
     def generate(
         self,
         input_ids: Tensor | None = None,
