@@ -24,7 +24,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .PHONY: help install pretrain prepare test test-parity test-all lint format bench convert \
-        depth-study stability-study position-study expert-study diffusion evaluate generate plan compare doctor clean
+        depth-study stability-study position-study extension-study expert-study diffusion evaluate generate plan compare doctor clean
 
 # $(call timed,label,command): runs the command and says how long it took.
 timed = start=$$SECONDS; $(2) && echo "$(1): $$((SECONDS - start)) s"
@@ -86,6 +86,9 @@ stability-study: $(STAMP) ## which placements learn at a high learning rate with
 
 position-study: $(STAMP) ## what heads need from positions, on retrieval toys
 	$(BIN)/python benchmarks/studies/position.py $(ARGS)
+
+extension-study: $(STAMP) ## what recipes for longer contexts do, by position and distance
+	$(BIN)/python benchmarks/studies/extension.py $(ARGS)
 
 expert-study: $(STAMP) ## what routers activate, learned budgets, quality at equal activity
 	$(BIN)/python benchmarks/studies/expert.py $(ARGS)
