@@ -23,7 +23,7 @@ from .attention import Mask, SequenceContext, Visibility
 from .denoising import EPSILON
 from .families import family_of
 from .losses import LogitRows, normalize_rows
-from .transformer import Transformer
+from .transformer import Head, Transformer
 from .uniform_state import UniformState
 
 Predict = Callable[[Tensor, Tensor | None], Tensor]
@@ -114,15 +114,16 @@ def likelihoods(
     requests: Sequence[Request],
     limit: int,
     scoring: Scoring = Scoring(),
+    head: Head | None = None,
 ) -> list[Estimate]:
     """Of a model that was trained with ``objective`` (its settings, such as {"type": "masked"}) on
-    sequences of ``limit`` tokens."""
+    sequences of ``limit`` tokens.  head: the model's own where None."""
     kind = family_of(objective)
     if kind == "eso":
         raise ValueError("the likelihood of a continuation under objective eso is not known")
     if scoring.guidance and kind != "masked":
         raise ValueError(f"guidance is for masked diffusion, not for objective {kind}")
-    predict = predictor(model, objective)
+    predict = predictor(model, objective, head)
     if kind == "causal":
         if scoring.whole:
             raise ValueError(
@@ -151,14 +152,15 @@ def likelihoods(
     return [Estimate.total([next(found) for _ in each]) for each in parts]
 
 
-def predictor(model: Transformer, objective: Mapping[str, Any]) -> Predict:
+def predictor(
+    model: Transformer, objective: Mapping[str, Any], head: Head | None = None
+) -> Predict:
     """What a model sees of sequences without padding, each token where it stands."""
-    family = family_of(objective)
+    family, head = family_of(objective), head or model.head
+    assert head is not None
 
     @torch.inference_mode()
     def predict(ids: Tensor, noise: Tensor | None) -> Tensor:
-        head = model.head
-        assert head is not None
         ids = ids.to(head.matrix().device)
         positions = torch.arange(ids.shape[1], device=ids.device)
         mask: Mask = "bidirectional"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from .configuration_midspan import MidspanConfig, changed
 from .decoding import Sampling
 from .denoising import SAMPLERS, Report
 from .families import family_of
+from .likelihood import Estimate, Request, Scoring, likelihoods
 from .modeling_midspan import (
     MidspanModel,
     MidspanPreTrainedModel,
@@ -150,6 +151,21 @@ class MidspanForDiffusion(MidspanPreTrainedModel):
         new = torch.tensor(rows, dtype=input_ids.dtype, device=input_ids.device)
         ids = torch.cat([input_ids, new], 1)
         return (ids, report) if return_report else ids
+
+    def log_likelihood(
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        **options: Any,
+    ) -> list[Estimate]:
+        """Estimates of log p(answer | prompt), token ids both, as lower bounds with their standard
+        errors; ``options`` are those of :class:`Scoring` (draws, seed, batch, guidance, ...)."""
+        pairs = zip(prompts, answers, strict=True)
+        return likelihoods(
+            self.model.transformer, self.config.objective,
+            [Request(tuple(prompt), tuple(answer)) for prompt, answer in pairs],
+            self.config.max_position_embeddings, Scoring(**options), self.lm_head,
+        )  # fmt: skip
 
 
 def sampler_config(

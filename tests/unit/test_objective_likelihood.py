@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from models.likelihood import Request, Scoring, likelihoods, predictor, uniform_likelihood
+from models.modeling_midspan_diffusion import MidspanForDiffusion
+from pretrain.export import export_hugging_face
 from pretrain.objective_likelihood import whole_likelihoods
-from tests.trained import LENGTH, tiny_config, tiny_model
+from tests.trained import LENGTH, save_run, tiny_config, tiny_model
 
 REQUEST = Request((7, 3), (90, 3, 41, 7))
 
 
 def model(**changes: Any) -> Any:
     return tiny_model(tiny_config(**changes)).double()
+
+
+@pytest.mark.parametrize("kind", ["masked", "block", "uniform"])
+def test_exported_folders_say_the_same(kind: str, tmp_path: Path) -> None:
+    settings = {"type": kind, **({"block_size": 3} if kind == "block" else {})}
+    config = tiny_config(mask_token=kind != "uniform")
+    trained = save_run(tmp_path / "run", config, objective=settings)
+    wanted = likelihoods(trained, settings, [REQUEST, REQUEST.whole], LENGTH, Scoring(draws=8))
+    export_hugging_face(tmp_path / "run", tmp_path / "folder", check=False)
+    assert (tmp_path / "folder" / "likelihood.py").is_file()
+    loaded = MidspanForDiffusion.from_pretrained(tmp_path / "folder")
+    found = loaded.log_likelihood(
+        [REQUEST.prompt, ()], [REQUEST.answer, REQUEST.whole.answer], draws=8
+    )
+    for ours, theirs in zip(wanted, found, strict=True):
+        assert theirs.nats == pytest.approx(ours.nats, rel=1e-5)
+        assert theirs.error == pytest.approx(ours.error, rel=1e-3, abs=1e-9)
 
 
 @pytest.mark.parametrize(
