@@ -44,7 +44,7 @@ def test_a_run_ends_with_a_folder_and_a_sample(
         assert generate.main(command) == 0
         return capsys.readouterr().out
 
-    assert sampled(folder) == sampled(workspace.folder) == "a cat" + words.decode(ids) + "\n"
+    assert sampled(folder) == sampled(workspace.folder) == f"a cat{words.decode(ids)}\n"
 
     back = tmp_path / "back"
     assert convert.main(["from-hf", str(folder), str(back)]) == 0
