@@ -181,12 +181,13 @@ def study(options: Options) -> Study:
         )
         text = make_data(data, options.quick)
         # the judge of samples is an autoregressive model that no arm is made of
-        judge = Arm("causal", options.seeds, str(runs), text, options.quick)
+        judge = Arm("causal", 0 if options.quick else options.seeds, str(runs), text, options.quick)
         arms = [
             Arm(name, seed, str(runs), text, options.quick)
             for seed in result.seeds for name in (ARMS[:2] if options.quick else ARMS)
         ]  # fmt: skip
-        trained = each(train, [*arms, judge], options.processes,
+        jobs = arms if judge in arms else [*arms, judge]
+        trained = each(train, jobs, options.processes,
                        lambda arm: f"{arm.objective}, seed {arm.seed}")  # fmt: skip
         names = ARMS[:2] if options.quick else ARMS
         bounds(result, dict(zip(arms, trained)), step_seconds(names, text, options.quick))
