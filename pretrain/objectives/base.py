@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,13 +17,41 @@ from parallel.stage import MicroBatch
 OBJECTIVES = Registry("objective")
 
 
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What every objective can be told, and what it tells of itself."""
+
+    documents: Literal["attend", "mask"] = field(
+        default="attend", metadata={"help": "may tokens see other documents of their window"}
+    )
+
+    @property
+    def views(self) -> int:
+        """Sequences that the model sees per sample of a training step."""
+        return 1
+
+    @property
+    def canvas(self) -> int:
+        """Slots of the model's input per token."""
+        return 1
+
+    @property
+    def judged(self) -> float:
+        """Share of the slots whose logits are made, on average."""
+        return 1.0
+
+    def model_problems(self, model: ModelConfig) -> list[tuple[str, str]]:
+        """What does not go with the model, like ``problems()``."""
+        return []
+
+    def training_problems(self, sequence_length: int, batch: int) -> list[tuple[str, str]]:
+        """What does not go with the length of sequences and their number per step."""
+        return []
+
+
 class Objective(Protocol):
     """Registered class built as ``Objective(config, model, seed, batch)``, where ``batch`` is the
-    number of samples per step.  Its config tells, like ``problems()``, what does not go with a
-    model: ``model_problems(model)``, and with ``training_problems(sequence_length, batch)``.  It
-    tells what the model sees per sample of a training step: ``views`` sequences, each of ``canvas``
-    times as many slots as a sample has tokens, of which the share ``judged`` needs logits on
-    average.
+    number of samples per step; its ``Config`` is an ``ObjectiveConfig``.
 
     ``primary`` names the term whose mean is *the* loss of a run, in nats per counted token;
     ``is_bound`` says that it only bounds the likelihood.

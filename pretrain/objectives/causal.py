@@ -15,7 +15,7 @@ from models.losses import IGNORE, CrossEntropy, Term, ZLoss
 from models.token_weighting import TokenWeighting
 from parallel.stage import MicroBatch
 
-from .base import OBJECTIVES, count_labels
+from .base import OBJECTIVES, ObjectiveConfig, count_labels
 
 MTP_FIELDS = ("mtp_weight", "mtp_normalize")
 
@@ -41,10 +41,7 @@ class Causal:
     is_bound = False
 
     @dataclass(frozen=True)
-    class Config:
-        documents: Literal["attend", "mask"] = field(
-            default="attend", metadata={"help": "may tokens see other documents of their window"}
-        )
+    class Config(ObjectiveConfig):
         label_smoothing: float = field(default=0.0, metadata={"help": "ε in [0, 1), at all depths"})
         z_loss: float = field(
             default=0.0, metadata={"help": "weight of log_z² of the next token; 0 = off"}
@@ -62,21 +59,6 @@ class Causal:
             },
         )
 
-        @property
-        def views(self) -> int:
-            """Sequences that the model sees per sample of a training step."""
-            return 1
-
-        @property
-        def canvas(self) -> int:
-            """Slots of the model's input per token."""
-            return 1
-
-        @property
-        def judged(self) -> float:
-            """Share of the slots whose logits are made, on average."""
-            return 1.0
-
         def problems(self) -> list[tuple[str, str]]:
             found = []
             if not 0 <= self.label_smoothing < 1:
@@ -89,16 +71,11 @@ class Causal:
             return found
 
         def model_problems(self, model: ModelConfig) -> list[tuple[str, str]]:
-            """What does not go with the model."""
             return [
                 (name, "is set but model.mtp.depth=0: it would be ignored")
                 for name in MTP_FIELDS
                 if not model.mtp.depth and getattr(self, name) != getattr(type(self), name)
             ]
-
-        def training_problems(self, sequence_length: int, batch: int) -> list[tuple[str, str]]:
-            """What does not go with the length of sequences and their number per step."""
-            return []
 
     def __init__(
         self, config: Config, model: ModelConfig | None = None, seed: int = 0, batch: int = 1

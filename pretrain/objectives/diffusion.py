@@ -13,8 +13,8 @@ bits per byte of both are of the same text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from models.losses import IGNORE
 from models.positions import position_name
 from parallel.stage import MicroBatch
 
-from .base import count_labels
+from .base import ObjectiveConfig, count_labels
 from .noise import SampleNoise
 
 EPSILON = 1e-3
@@ -43,39 +43,15 @@ def alpha(time: T) -> T:
 
 
 @dataclass(frozen=True)
-class DiffusionConfig:
-    """What every diffusion objective can be told."""
-
-    documents: Literal["attend", "mask"] = field(
-        default="attend", metadata={"help": "may tokens see other documents of their window"}
-    )
-
-    @property
-    def views(self) -> int:
-        """Sequences that the model sees per sample of a training step."""
-        return 1
-
-    @property
-    def canvas(self) -> int:
-        """Slots of the model's input per token."""
-        return 1
-
-    @property
-    def judged(self) -> float:
-        """Share of the slots whose logits are made, on average."""
-        return 1.0
+class DiffusionConfig(ObjectiveConfig):
+    """Checks that the diffusion objectives share."""
 
     def model_problems(self, model: ModelConfig) -> list[tuple[str, str]]:
-        """What does not go with the model."""
         found = []
         if model.mtp.depth:
             text = "predicts each token from all others, so there is none ahead: model.mtp.depth=0"
             found.append(("type", text))
         return found
-
-    def training_problems(self, sequence_length: int, batch: int) -> list[tuple[str, str]]:
-        """What does not go with the length of sequences and their number per step."""
-        return []
 
     def needs_mask_token(self, model: ModelConfig) -> list[tuple[str, str]]:
         if model.mask_token:
