@@ -146,8 +146,13 @@ def initialize_(
             normal_(out, seed, name, offsets, shape, standard_deviation(config, name, shape))
 
 
+def is_vocabulary(name: str) -> bool:
+    """Whether the rows of parameter ``name`` are the tokens of the vocabulary."""
+    return name.endswith("embedding.weight") or name == "head.weight"
+
+
 def unpadded_shape(config: ModelConfig, name: str, stored: Sequence[int]) -> list[int]:
     """The shape of ``name`` without vocabulary padding."""
-    if name.endswith("embedding.weight") or name == "head.weight":
+    if is_vocabulary(name):
         return [config.vocab_size, *stored[1:]]
     return list(stored)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,7 +15,13 @@ from parallel.checkpoint_format import MANIFEST, TensorInfo, latest_step, read_m
 from .config import Problems, RunConfig
 from .data import build_blend, check_vocabulary, fingerprints, manifests
 from .evaluate import validation_blend
-from .initial_weights import check_hugging_face, is_hugging_face, new_positions
+from .initial_weights import (
+    check_hugging_face,
+    is_hugging_face,
+    model_of,
+    new_positions,
+    with_vocabulary_of,
+)
 from .optimizer import fused_adam
 from .optimizer_config import Rule, model_rules
 from .run_folder import RunFolder
@@ -140,8 +147,10 @@ def check_source(config: RunConfig, source: Path) -> None:
         check_hugging_face(config, source)
         return
     path = find_checkpoint(source)
-    saved = {name.removeprefix("model/") for name in read_manifest(path).tensors}
-    require_tensors(config, path, leave_out=new_positions(config, saved))
+    manifest = read_manifest(path)
+    saved = {name.removeprefix("model/") for name in manifest.tensors}
+    there = replace(config, model=with_vocabulary_of(config.model, model_of(manifest), path))
+    require_tensors(there, path, leave_out=new_positions(config, saved))
 
 
 def require_tensors(
