@@ -7,6 +7,7 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,6 +90,10 @@ def check(options: argparse.Namespace) -> None:
         for name, value in (("tokens", options.tokens), ("num-samples", options.num_samples))
         if value < 1
     ]
+    if not math.isfinite(options.guidance):
+        problems.append(f"--guidance must be finite, got {options.guidance}")
+    if options.steps is not None and any(given.startswith("steps=") for given in options.set):
+        problems.append("--steps and --set steps= say the same: give one")
     if problems:
         raise ValueError("; ".join(problems))
     if options.sampler is not None:

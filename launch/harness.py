@@ -12,6 +12,7 @@ if sys.path and Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,6 +70,8 @@ def evaluate(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for name in ("limit", "batch"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise ValueError(f"--{name} must be at least 1, given {getattr(options, name)}")
+    if not math.isfinite(options.guidance):
+        raise ValueError(f"--guidance must be finite, given {options.guidance}")
     scoring = Scoring(
         draws=options.draws, seed=options.seed, batch=options.batch, guidance=options.guidance,
         whole=options.whole, greedy=True,

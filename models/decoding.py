@@ -101,13 +101,13 @@ class Sampling:
 
     def problems(self) -> list[tuple[str, str]]:
         found = []
-        if self.temperature < 0:
+        if not self.temperature >= 0:
             found.append(("temperature", f"must not be negative, got {self.temperature}"))
         if self.top_k is not None and self.top_k < 1:
             found.append(("top_k", f"must be at least 1, got {self.top_k}"))
         if self.top_p is not None and not 0 < self.top_p <= 1:
             found.append(("top_p", f"must be in (0, 1], got {self.top_p}"))
-        if self.repetition_penalty <= 0:
+        if not self.repetition_penalty > 0:
             found.append(("repetition_penalty", f"must be positive, got {self.repetition_penalty}"))
         return found
 

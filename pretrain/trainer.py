@@ -32,6 +32,7 @@ from .health import Decision, HealthLog, HealthMonitor
 from .initial_weights import load_initial_weights
 from .metrics import MetricLogger
 from .objectives.base import build_objective
+from .objectives.diffusion import DiffusionConfig
 from .optimizer import ShardedOptimizer
 from .pipeline_meter import PipelineMeter
 from .run_folder import RunFolder, write_json
@@ -180,7 +181,10 @@ class Trainer:
         self.logger = self._logger()
         self.logger.announce(self.resume_note)
         length = self.config.slots
-        for note in [vocabulary_note(self.config), *self.config.model.notes(length)]:
+        notes = [vocabulary_note(self.config), *self.config.model.notes(length)]
+        if isinstance(self.config.objective, DiffusionConfig):
+            notes += self.config.objective.notes()
+        for note in notes:
             if note:
                 self.logger.announce(note)
         self.health_log = HealthLog(self.folder) if self.rank == 0 else None

@@ -91,6 +91,15 @@ class Block(Masked):
                 found.append(("clip", text))
             return found
 
+        def notes(self) -> list[str]:
+            low, high = self.clip
+            if (low, high) == (0, 1):
+                return []
+            return [
+                f"trains on masked shares from {low:g} to {high:g} (objective.clip): what the "
+                "console calls bound is none in training, only in evaluation"
+            ]
+
         def training_problems(self, sequence_length: int, batch: int) -> list[tuple[str, str]]:
             if self.problems() or sequence_length % self.block_size == 0:
                 return []

@@ -46,6 +46,10 @@ def alpha(time: T) -> T:
 class DiffusionConfig(ObjectiveConfig):
     """Checks that the diffusion objectives share."""
 
+    def notes(self) -> list[str]:
+        """What a reader of the training loss must know."""
+        return []
+
     def model_problems(self, model: ModelConfig) -> list[tuple[str, str]]:
         found = []
         if model.mtp.depth:

@@ -66,6 +66,9 @@ class Curriculum:
             found.append(("temperature", f"must be positive, got {self.temperature}"))
         if self.candidates < 1:
             found.append(("candidates", f"must be positive, got {self.candidates}"))
+        for name in ("temperature", "candidates") if not (self.steps or found) else ():
+            if getattr(self, name) != getattr(type(self), name):
+                found.append((name, "is set but steps=0: it would be ignored"))
         return found
 
 

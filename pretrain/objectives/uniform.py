@@ -67,6 +67,15 @@ class Uniform(Diffusion):
                 return [("clip", f"must be positive, got {self.clip}")]
             return []
 
+        def notes(self) -> list[str]:
+            steps = self.curriculum.steps
+            if not steps:
+                return []
+            return [
+                f"soft inputs up to step {steps} (objective.curriculum): what the console calls "
+                "bound is none in training until then, only in evaluation"
+            ]
+
         def model_problems(self, model: ModelConfig) -> list[tuple[str, str]]:
             found = super().model_problems(model)
             if model.predicted_vocab_size < 2:

@@ -234,3 +234,9 @@ def test_what_does_not_fit_is_refused() -> None:
     assert ("objective.block_size", text) in run.problems()
     text = "flash hides no padding, as diffusion needs: use flex or sdpa"
     assert ("kernels.attention", text) in run.problems()
+
+
+def test_a_clip_says_that_its_loss_is_no_bound() -> None:
+    assert not Block.Config().notes()
+    (note,) = Block.Config(clip=(0.3, 0.8)).notes()
+    assert "from 0.3 to 0.8" in note and "none in training" in note

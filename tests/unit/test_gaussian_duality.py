@@ -200,4 +200,12 @@ def test_a_mixture_embeds_as_the_mean_of_its_tokens() -> None:
 def test_bad_curricula_are_refused() -> None:
     for bad in (Curriculum(-1), Curriculum(temperature=0.0), Curriculum(candidates=0)):
         assert len(bad.problems()) == 1
-    assert not Curriculum(10).problems()
+    assert not Curriculum(10, temperature=0.1).problems() and not Curriculum().problems()
+    (idle,) = Curriculum(temperature=0.1).problems()
+    assert idle[0] == "temperature" and "steps=0" in idle[1]
+
+
+def test_a_curriculum_says_that_its_loss_is_no_bound() -> None:
+    assert not Uniform.Config().notes()
+    (note,) = Uniform.Config(curriculum=Curriculum(7)).notes()
+    assert "up to step 7" in note and "bound is none in training" in note
