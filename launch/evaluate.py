@@ -104,7 +104,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, float | int]:
         )
         length = config.training.sequence_length
         mesh = build_mesh(config.parallel, device)
-        engine = build_engine(config.model, config.parallel, mesh, choice, length)
+        engine = build_engine(config.model, config.parallel, mesh, choice, config.slots)
         load_checkpoint(path, weights(engine.model), group)
         with torch.no_grad():
             objective = build_objective(config.objective, config.model)

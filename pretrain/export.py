@@ -33,7 +33,7 @@ from pretrain.yaml_text import nearest
 TARGETS = ("auto", *NATIVE_TARGETS, CUSTOM_TARGET)
 DTYPES = ("stored", "float32", "bfloat16", "float16")
 DEFAULT_SHARD_BYTES = 5 * 10**9
-_CUSTOM = "the folder carries its own code: transformers loads it with trust_remote_code=True"
+_CUSTOM = "the folder carries its own code: transformers' {} loads it with trust_remote_code=True"
 _STEP_FOLDER = re.compile(r"step_(\d+)")
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)
 
@@ -129,11 +129,13 @@ def export_hugging_face(
 
 def choose_target(trained: TrainedModel, wanted: str) -> tuple[str, list[str]]:
     """(target, notes); ExportError lists why the wanted one cannot represent the model."""
+    loader = list(classes(trained.objective))[-1]
+    custom = _CUSTOM.format(loader)
     if wanted == "auto":
         native, reasons = native_target(trained.config, trained.objective)
         if native is not None:
             return native, []
-        return CUSTOM_TARGET, [f"no native class is exact: {'; '.join(reasons)}", _CUSTOM]
+        return CUSTOM_TARGET, [f"no native class is exact: {'; '.join(reasons)}", custom]
     reasons = obstacles(trained.config, wanted, trained.objective)
     if reasons:
         drop = ", or leave multi-token prediction out with --drop-mtp"
@@ -142,7 +144,7 @@ def choose_target(trained: TrainedModel, wanted: str) -> tuple[str, list[str]]:
             "Use --target custom, which carries the model's own code"
             + (drop if trained.config.mtp.depth else "")
         )
-    return wanted, [_CUSTOM] if wanted == CUSTOM_TARGET else []
+    return wanted, [custom] if wanted == CUSTOM_TARGET else []
 
 
 # ------------------------------------------------------------------------------ other files

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from models.families import family_of
 from parallel.apply import ParallelModel
 from parallel.checkpoint import CheckpointManager
 from parallel.checkpoint_format import (
@@ -19,7 +20,7 @@ from parallel.checkpoint_format import (
 from parallel.resume import FREE, compare_configs, require_compatible
 
 from .config import RunConfig, check_run
-from .decode import decode, encode, fields_of
+from .decode import decode, encode, fields_of, source_of
 from .health import HealthMonitor
 from .optimizer import ShardedOptimizer
 from .yaml_text import COMMAND_LINE, ConfigError, Problem, combine, parse_overrides
@@ -148,6 +149,10 @@ def checkpoint_config(path: Path, overrides: Iterable[str], **changes: dict[str,
         case {"sequence_length": int(length), "micro_batch": int(micro_batch)}:
             tree["training"]["batch_tokens"] = length * micro_batch * world_size
     config = decode(RunConfig, tree, sources=sources)
+    trained, asked = (family_of(found["objective"]) for found in (saved, encode(config)))
+    if trained != asked:
+        text = f"{path} is a model of {trained} kind, which says nothing as {asked}"
+        raise ConfigError([Problem("objective", text, source_of("objective", sources))])
     check_run(config, world_size, sources)
     return config
 

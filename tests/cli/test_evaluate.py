@@ -51,6 +51,9 @@ def test_a_bound_is_called_one_and_more_draws_narrow_it(workspace: Workspace, ca
     assert lines["bits_per_byte"].startswith("at most ")
     assert lines["standard_error"] == f"{same['standard_error']:.4f}"
     assert "bound" not in lines
+    command = [workspace.folder, "objective=uniform"]
+    words = ["objective (command line)", "is a model of masked kind", "nothing as uniform"]
+    refused(capsys, workspace.root, command, words, evaluate.main)
 
 
 def test_a_model_without_noise_has_one_draw(workspace: Workspace, capsys: Any) -> None:
