@@ -81,7 +81,7 @@ def test_a_custom_folder_holds_exactly_the_code_it_needs(
     assert lines[0].startswith(
         "note: no native class is exact: block=post (llama has pre or lns); "
     )
-    assert lines[1].endswith("transformers loads it with trust_remote_code=True")
+    assert lines[1].endswith("AutoModelForCausalLM loads it with trust_remote_code=True")
     assert lines[2].startswith("note: no tokenizer was found")
     assert lines[-1] == "not verified"
     code = {path.name for path in (tmp_path / "out").glob("*.py")}
