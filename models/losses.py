@@ -258,6 +258,11 @@ def common_views(terms: Sequence[Term]) -> int:
     return max((term.views for term in terms), default=1)
 
 
+ROW_TILE = 16
+"""Rows are kept in multiples of this many: matrix products treat a remainder in another way, and a
+row should have the same bits whatever rows are beside it."""
+
+
 def judged_rows(terms: Sequence[Term], fields: Mapping[str, Tensor]) -> Tensor | None:
     """Indices of the rows that any of ``terms`` judges, where it pays to leave out the others: they
     are a quarter at least.  None for all of them."""
@@ -269,8 +274,10 @@ def judged_rows(terms: Sequence[Term], fields: Mapping[str, Tensor]) -> Tensor |
         judged = rows if judged is None else judged | rows
     if judged is None or judged.is_meta:
         return None
-    found = judged.nonzero().squeeze(1)
-    return found if 4 * len(found) <= 3 * len(judged) else None
+    count = -(-int(judged.sum()) // ROW_TILE) * ROW_TILE
+    if 4 * count > 3 * len(judged):
+        return None
+    return judged.logical_not().argsort(stable=True)[:count].sort().values
 
 
 def evaluate_head(

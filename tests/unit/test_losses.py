@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.collectives import bound
 from models.losses import (
     IGNORE,
+    ROW_TILE,
     CrossEntropy,
     HeadOptions,
     LogitGradient,
@@ -25,6 +26,7 @@ from models.losses import (
     ZLoss,
     chunked_head_loss,
     evaluate_head,
+    judged_rows,
 )
 from models.token_weighting import LOWEST, TokenWeighting
 from parallel.collectives import GroupAxis
@@ -418,3 +420,14 @@ def test_weights_stay_within_their_bounds() -> None:
         found = weighting.weights(surprise)
         assert found.isfinite().all() and found.min() >= LOWEST and found.max() <= 1
         assert (found[1:] <= found[:-1]).all()
+
+
+def test_rows_without_a_loss_are_left_out_in_tiles() -> None:
+    labels = torch.full((100,), IGNORE)
+    labels[[3, 50, 99]] = 1
+    terms: list[Term] = [CrossEntropy(1.0), ZLoss(1.0)]
+    found = judged_rows(terms, {"labels": labels})
+    assert found is not None and len(found) == ROW_TILE == 16
+    assert {3, 50, 99} <= set(found.tolist()) and found.equal(found.unique())
+    labels[:61] = 1
+    assert judged_rows(terms, {"labels": labels}) is None  # 64 rows are too many
