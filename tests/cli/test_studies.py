@@ -20,7 +20,7 @@ NAMES = list(study.QUESTIONS)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.long] if n == "diffusion" else []) for n in NAMES]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "diffusion" else []) for n in NAMES]
 )
 def test_runs_at_toy_size(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = importlib.import_module(f"benchmarks.studies.{name}")
