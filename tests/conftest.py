@@ -43,6 +43,8 @@ LONG = (
     "cli/test_scripts.py::test_every_script_answers_help_from_everywhere",
     "cli/test_wrong_checkpoints.py::test_failure_of_the_main_rank_alone_ends_all_ranks",
     "cli/test_wrong_checkpoints.py::test_wrong_setting_under_torchrun_is_said_once",
+    "unit/test_block.py::test_every_component_works_or_is_refused",
+    "unit/test_eso.py::test_every_component_works_or_is_refused",
     "unit/test_checkpoint.py::test_a_kill_before_every_single_file_operation",
     "unit/test_checkpoint.py::test_twenty_random_kills",
     "unit/test_gradients.py",
