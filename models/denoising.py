@@ -14,12 +14,15 @@ from .decoding import Sampling, hash_seed, probabilities
 from .families import Family
 from .registry import Registry
 
-EPSILON = 1e-3  # α at time 1
+EPSILON = 1e-3
+"""α at time 1, and the smallest time that is drawn in training."""
+
 LAST_TIME = 1e-5
 
 
-def alpha(time: float) -> float:
-    """Chance that a token is still itself at ``time``, as in training: 1 at 0, ε at 1."""
+def alpha(time: Any) -> Any:
+    """Chance that a token is still itself at ``time``, a number or an array: 1 at 0, ε at 1.
+    Training and sampling share it."""
     return 1 - (1 - EPSILON) * time
 
 

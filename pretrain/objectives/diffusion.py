@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,18 +27,8 @@ from parallel.stage import MicroBatch
 from .base import ObjectiveConfig, count_labels
 from .noise import SampleNoise
 
-EPSILON = 1e-3
-"""α(1), and the smallest time that is drawn."""
-
 EVALUATION_STRATA = 64
 """So many evaluation samples in a row share one set of strata, however they are batched."""
-
-
-T = TypeVar("T", Tensor, np.ndarray)
-
-
-def alpha(time: T) -> T:
-    return 1 - (1 - EPSILON) * time
 
 
 @dataclass(frozen=True)

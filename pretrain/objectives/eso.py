@@ -12,12 +12,13 @@ from torch import Tensor
 
 from models.attention import Mask, Visibility
 from models.config import ModelConfig
+from models.denoising import EPSILON, alpha
 from models.losses import IGNORE, CrossEntropy, LogitGradient, LogitRows, Term
 from parallel.stage import MicroBatch
 
 from .base import OBJECTIVES
 from .block import noisy_and_clean
-from .diffusion import EPSILON, Diffusion, DiffusionConfig, Windows, alpha
+from .diffusion import Diffusion, DiffusionConfig, Windows
 from .noise import SampleNoise
 
 SEQUENTIAL = "sequential"

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
+from models.denoising import EPSILON, alpha
 from models.losses import IGNORE, CrossEntropy, Term
 from parallel.stage import MicroBatch
 
 from .base import OBJECTIVES
-from .diffusion import EPSILON, Diffusion, DiffusionConfig, Windows, alpha
+from .diffusion import Diffusion, DiffusionConfig, Windows
 from .noise import SampleNoise
 
 

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from models.attention import Mixture
 from models.config import ModelConfig
+from models.denoising import EPSILON
 from models.losses import IGNORE, CrossEntropy, Term
 from models.uniform_state import UniformState
 from parallel.stage import MicroBatch
 
 from .base import OBJECTIVES
-from .diffusion import EPSILON, Diffusion, DiffusionConfig, Windows
+from .diffusion import Diffusion, DiffusionConfig, Windows
 from .gaussian import Curriculum, operator, soften, window
 from .noise import SampleNoise
 
