@@ -21,7 +21,6 @@ from .health import HealthConfig
 from .metrics import MetricsConfig
 from .objectives.base import OBJECTIVES
 from .objectives.causal import Causal
-from .objectives.diffusion import DiffusionConfig
 from .optimizer_config import OptimizerConfig
 from .placement import placement_problems
 from .schedule import ScheduleConfig
@@ -289,10 +288,10 @@ class RunConfig:
             text = "is set but data.validation is empty: it would be ignored"
             text += "; unset it: evaluation=null"
             found.append(("evaluation", text))
-        if self.evaluation.draws != 1 and not isinstance(self.objective, DiffusionConfig):
+        if self.evaluation.draws != 1 and not self.objective.draws_noise:
             text = f"must be 1, got {self.evaluation.draws}: this objective draws no noise"
             found.append(("evaluation.draws", text))
-        if self.data.samples == "packed" and getattr(self.objective, "documents", "") == "attend":
+        if self.data.samples == "packed" and self.objective.documents == "attend":
             found.append(
                 ("objective.documents", "must be mask with data.samples=packed: packed documents"
                  " are unrelated")
@@ -313,10 +312,10 @@ class RunConfig:
             text = f"does not go with pipeline.schedule={name}, which splits backward passes"
             found.append(("kernels.compile", text))
         if self.kernels.attention == "flash":
-            if isinstance(self.objective, DiffusionConfig):
+            if self.objective.draws_noise:
                 text = "flash hides no padding, as diffusion needs: use flex or sdpa"
                 found.append(("kernels.attention", text))
-            elif getattr(self.objective, "documents", "") == "mask":
+            elif self.objective.documents == "mask":
                 found.append(("kernels.attention", "flash has no document mask: use flex or sdpa"))
             if biases_scores(self.model.position):
                 found.append(("kernels.attention", "flash has no position bias: use flex or sdpa"))

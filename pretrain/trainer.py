@@ -32,7 +32,6 @@ from .health import Decision, HealthLog, HealthMonitor
 from .initial_weights import load_initial_weights
 from .metrics import MetricLogger
 from .objectives.base import build_objective
-from .objectives.diffusion import DiffusionConfig
 from .optimizer import ShardedOptimizer
 from .pipeline_meter import PipelineMeter
 from .run_folder import RunFolder, write_json
@@ -181,9 +180,8 @@ class Trainer:
         self.logger = self._logger()
         self.logger.announce(self.resume_note)
         length = self.config.slots
-        notes = [vocabulary_note(self.config), *self.config.model.notes(length)]
-        if isinstance(self.config.objective, DiffusionConfig):
-            notes += self.config.objective.notes()
+        config = self.config
+        notes = [vocabulary_note(config), *config.model.notes(length), *config.objective.notes()]
         for note in notes:
             if note:
                 self.logger.announce(note)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ OBJECTIVES = Registry("objective")
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What every objective can be told, and what it tells of itself."""
+    """What every objective can be told, and what it tells of itself.  draws_noise: whether a loss is
+    one draw of many, of a model that sees padding too unless it is hidden."""
+
+    draws_noise: ClassVar[bool] = False
 
     documents: Literal["attend", "mask"] = field(
         default="attend", metadata={"help": "may tokens see other documents of their window"}
@@ -39,6 +42,10 @@ class ObjectiveConfig:
     def judged(self) -> float:
         """Share of the slots whose logits are made, on average."""
         return 1.0
+
+    def notes(self) -> list[str]:
+        """What a reader of the training loss must know."""
+        return []
 
     def model_problems(self, model: ModelConfig) -> list[tuple[str, str]]:
         """What does not go with the model, like ``problems()``."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,9 +35,7 @@ EVALUATION_STRATA = 64
 class DiffusionConfig(ObjectiveConfig):
     """Checks that the diffusion objectives share."""
 
-    def notes(self) -> list[str]:
-        """What a reader of the training loss must know."""
-        return []
+    draws_noise: ClassVar[bool] = True
 
     def model_problems(self, model: ModelConfig) -> list[tuple[str, str]]:
         found = []
