@@ -19,8 +19,11 @@ OBJECTIVES = Registry("objective")
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What every objective can be told, and what it tells of itself.  draws_noise: whether a loss is
-    one draw of many, of a model that sees padding too unless it is hidden."""
+    """What every objective can be told, and what it tells of itself.
+
+    draws_noise: whether a loss is one draw of many, of a model that sees padding unless it is
+    hidden.
+    """
 
     draws_noise: ClassVar[bool] = False
 
