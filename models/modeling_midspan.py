@@ -218,15 +218,10 @@ class MidspanModel(MidspanPreTrainedModel):
             )
 
 
-class MidspanForCausalLM(MidspanPreTrainedModel, GenerationMixin):
-    """Token ids to logits over the vocabulary, in at least float32."""
+class MidspanWithHead(MidspanPreTrainedModel):
+    """The model and its output head, under the names that files have for them."""
 
     def __init__(self, config: MidspanConfig) -> None:
-        if family_of(config.objective) != "causal":
-            raise ValueError(
-                f"this is a model of {config.objective['type']} diffusion, which does not generate "
-                "from left to right: load it with AutoModelForMaskedLM"
-            )
         super().__init__(config)
         self.model = MidspanModel(config)
         model = exported_config(config)
@@ -237,6 +232,18 @@ class MidspanForCausalLM(MidspanPreTrainedModel, GenerationMixin):
     def get_output_embeddings(self) -> nn.Module:
         tied = self.config.tie_word_embeddings
         return self.model.get_input_embeddings() if tied else self.lm_head
+
+
+class MidspanForCausalLM(MidspanWithHead, GenerationMixin):
+    """Token ids to logits over the vocabulary, in at least float32."""
+
+    def __init__(self, config: MidspanConfig) -> None:
+        if family_of(config.objective) != "causal":
+            raise ValueError(
+                f"this is a model of {config.objective['type']} diffusion, which does not generate "
+                "from left to right: load it with AutoModelForMaskedLM"
+            )
+        super().__init__(config)
 
     def depth_logits(self, input_ids: Tensor) -> list[Tensor]:
         """Logits [B, S, V] of every prediction depth k for whole sequences int64 [B, S]: position i

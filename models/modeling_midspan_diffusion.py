@@ -15,17 +15,14 @@ from .denoising import SAMPLERS, Report
 from .families import family_of
 from .likelihood import Estimate, Request, Scoring, likelihoods
 from .modeling_midspan import (
-    MidspanModel,
-    MidspanPreTrainedModel,
-    exported_config,
+    MidspanWithHead,
     finish,
     token_loss,
 )
 from .samplers import default_sampler, denoiser_of, sample
-from .transformer import Head
 
 
-class MidspanForDiffusion(MidspanPreTrainedModel):
+class MidspanForDiffusion(MidspanWithHead):
     """Token ids, some of which are masks or noise, to logits over the vocabulary, in at least
     float32.  ``generate`` is this project's own, by the samplers of the model's diffusion."""
 
@@ -36,15 +33,6 @@ class MidspanForDiffusion(MidspanPreTrainedModel):
                 "with AutoModelForCausalLM"
             )
         super().__init__(config)
-        self.model = MidspanModel(config)
-        model = exported_config(config)
-        tied = self.model.transformer.embedding if model.tie_embeddings else None
-        self.lm_head = Head(model, tied)
-        self.post_init()
-
-    def get_output_embeddings(self) -> Any:
-        tied = self.config.tie_word_embeddings
-        return self.model.get_input_embeddings() if tied else self.lm_head
 
     def forward(
         self,
